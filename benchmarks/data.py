@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
@@ -37,7 +38,7 @@ from atoll.core.manifests import (
     TextSpec,
 )
 from atoll.data import kmeans
-from atoll.data.chunks import Chunks
+from atoll.data.chunks import Chunks, prefetch
 from atoll.data.dataset import Batch, Shards
 from atoll.data.index import CHUNKS, IMAGES, SCHEMA, Index
 from atoll.data.stages import clusters, features, ingest
@@ -73,7 +74,8 @@ def reading(folder: Path, quick: bool) -> Iterator[Row]:
     held = [
         data.read(data.order(np.arange(i * batch_size, (i + 1) * batch_size, dtype=np.uint64), 0)) for i in range(16)
     ]
-    in_memory, stream = cycle(held), data.stream(batch_size, seed=0, workers=1)
+    positions, draw = data.positions(batch_size), partial(data.draw, seed=0, batch_size=batch_size)
+    in_memory, stream = cycle(held), prefetch(positions, draw, 1)
 
     def step(batch: Batch) -> None:
         x0 = data.latents(batch, seed=0, position=0)

@@ -18,7 +18,7 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.apps.models.convert import Source, feature_error
+from atoll.apps.models.convert import ForeignCheckpoint, feature_error
 from atoll.apps.models.fold import FlowMatchingOptions, to_flow_matching
 from atoll.core.networks import SIZES
 from atoll.flow import objective
@@ -143,8 +143,8 @@ def fold(trained: bool, steps: int) -> Iterable[Row]:
             nn.init.normal_(parameter, std=0.1)
     options = FlowMatchingOptions(text_width=0, time="same")
     state, config, _, residuals = to_flow_matching(network.state_dict(), network.config, options)
-    source = Source(Path("source"), "atoll", network.config, network.state_dict())
-    error = feature_error(source, Source(Path("folded"), "atoll", config, state))
+    source = ForeignCheckpoint(Path("source"), "atoll", network.config, network.state_dict())
+    error = feature_error(source, ForeignCheckpoint(Path("folded"), "atoll", config, state))
     name = f"trained for {steps} steps" if trained else "random weights"
     yield Row(f"fold, {name}: residual of the modulation", residuals["residual"], better="lower")
     yield Row(f"fold, {name}: residual of its change in time", residuals["residual_in_time"], better="lower")

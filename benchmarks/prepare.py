@@ -70,8 +70,8 @@ def plain_loop(images: Path, autoencoder: str, resolution: int, *, out: Path) ->
     features, latents = [], []
     for start in range(0, len(files), BATCH):
         opened = [Image.open(file).convert("RGB") for file in files[start : start + BATCH]]
-        features.append(extractor(_stack(opened, extractor.side)).half())
-        latents.append({name: part.half() for name, part in codec.encode(_stack(opened, resolution)).items()})
+        features.append(extractor(_stack(opened, extractor.side)).half().cpu())
+        latents.append({name: part.half().cpu() for name, part in codec.encode(_stack(opened, resolution)).items()})
     joined = {name: torch.cat([part[name] for part in latents]).contiguous() for name in latents[0]}
     save_file({"features": torch.cat(features), **joined}, out)
 

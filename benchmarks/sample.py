@@ -22,7 +22,7 @@ from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.encoders.autoencoder import Statistics
 from atoll.ensemble import Ensemble
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
+from atoll.experts.expert import Declaration, NetworkReference, OpenRouter
 from atoll.experts.expert_cache import weight_bytes
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, load_network, save_network
 from atoll.nets.io import WEIGHTS_FILE
@@ -67,14 +67,14 @@ class Case:
         declared = self._declaration("router", tuple(range(count)), flow.Objective().bridge(), conditioning=frozenset())
         return Ensemble(references, OpenRouter(declared, router), max_loaded_experts=max_loaded_experts)
 
-    def _reference(self, number: int, bridge: flow.Bridge) -> ExpertReference:
+    def _reference(self, number: int, bridge: flow.Bridge) -> NetworkReference:
         folder = self.folder / f"{number:03d}"
         if not folder.is_dir():
             torch.manual_seed(number)
             save_network(DiT(self._config()), folder)
         declared = self._declaration(f"experts/{number:03d}", (number,), bridge, conditioning=frozenset(["text"]))
         file = folder / WEIGHTS_FILE
-        return ExpertReference(declared, partial(load_network, folder), file.stat().st_size, file)
+        return NetworkReference(declared, partial(load_network, folder), file.stat().st_size, file)
 
     def _config(self) -> DiTConfig:
         return DiTConfig(WIDTH, DEPTH, HEADS, 2, size=self.side, text_width=TEXT_WIDTH, text_projection="mlp")

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import atoll
 from atoll import flow
-from atoll.core.artifacts import Artifact, Kind
+from atoll.core.artifacts import Artifact, ArtifactKind
 from atoll.core.manifests import EXPERT
 from atoll.core.manifests import ROUTER as ROUTER_KIND
 from atoll.core.networks import read_network
@@ -85,7 +85,7 @@ def write_run(folder: Path) -> Path:
 
 
 def _commit(
-    run: Path, job: str, kind: Kind[Any], clusters: list[int], network: dict[str, Any], own: dict[str, Any]
+    run: Path, job: str, kind: ArtifactKind[Any], clusters: list[int], network: dict[str, Any], own: dict[str, Any]
 ) -> None:
     artifact = Artifact(run, f"{job}/final")
     artifact.begin(kind, {"job": job})

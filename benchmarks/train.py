@@ -14,19 +14,18 @@ import torch
 
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.core.config_yaml import to_yaml
+from atoll.core.config import to_yaml
+from atoll.core.distributed import DistContext
 from atoll.core.manifests import SHARDS
 from atoll.data.dataset import Shards
 from atoll.nets import build
 from atoll.train import TrainSpec, build_task, resolve_job
 from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
-from atoll.train.distributed import DistContext
 from atoll.train.ema import EMA
-from atoll.train.inputs import TrainingInputs
+from atoll.train.estimate import job_bytes
 from atoll.train.loop import make_optimizer, make_state, train
-from atoll.train.memory import job_bytes
-from atoll.train.tasks import ExpertTask, Forward, Losses, condition_of
+from atoll.train.tasks import ExpertTask, Forward, Losses, TrainingInputs, condition_of
 from harness import Row, interleave, run
 
 CHANNELS, SIDE, TEXT, TOKENS = 8, 8, 384, 16
@@ -52,7 +51,7 @@ def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_sett
     shape = [CHANNELS, SIDE, SIDE]
     # Noise around one image, which a few steps can learn: a shared run refuses networks that have learned nothing.
     center = torch.randn(shape, generator=generator)
-    for split, count in (("train", rows), ("held-out", 64)):
+    for split, count in (("train", rows), ("validation", 64)):
         tensors = {
             "mean": (center + 0.1 * torch.randn(count, *shape, generator=generator)).half(),
             "std": torch.full((count, *shape), 0.1).half(),
@@ -72,7 +71,7 @@ def make_run(folder: Path, rows: int = 4096, *, flip: bool = False, **train_sett
     statistics = {"mean": [0.0] * CHANNELS, "std": [1.0] * CHANNELS}
     artifact.commit(
         {
-            "cluster": 0, "clusters": 1, "rows": {"train": rows, "held-out": 64}, "labels": [], "source": "random",
+            "cluster": 0, "clusters": 1, "rows": {"train": rows, "validation": 64}, "labels": [], "source": "random",
             "fingerprint": "", "latents": latents, "statistics": statistics, "text": text, "flip": flip,
             "patches": {"model": "local", "weights": "", "grid": GRID, "steps": [0.1] * PATCH_DIMENSIONS},
         }
@@ -141,7 +140,7 @@ def overhead(folder: Path, name: str, batch_size: int, *, steps: int, arm: str =
     timed = {"bare": Bare(job), "seconds": {"loop": [], "bare": []}, "ended": time.perf_counter()}
     for key, value in timed.items():
         object.__setattr__(task, key, value)
-    train(task, job.settings, Checkpoints(folder, job.job, {}, ALONE), context=ALONE)
+    train(task, Checkpoints(folder, job.job, {}, ALONE))
     loop, bare = (sum(task.seconds[which][3:]) for which in ("loop", "bare"))  # the first ones warm up
     return Row(f"loop / bare step, {name}, batch size {batch_size}{arm and f', {arm}'}", bare / loop, 0.95)
 
@@ -194,7 +193,7 @@ def peak(name: str) -> None:
         estimate = job_bytes(job.network, job.shapes, job.settings, device=torch.device("cpu"), objective=job.objective)
         before = memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak (VmHWM)
-        train(build_task(job), job.settings, Checkpoints(Path(scratch), job.job, {}, ALONE), context=ALONE)
+        train(build_task(job), Checkpoints(Path(scratch), job.job, {}, ALONE))
         print((memory_bytes("VmHWM") - before) / estimate)
 
 

@@ -12,13 +12,13 @@ of experts that run per sample and step.
 import argparse
 
 import torch
+from ideal_ensemble import ideal_ensemble
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from atoll import flow
 from atoll.ensemble import RoutingState
-from atoll.ensemble.analytic import ideal_ensemble
 from atoll.flow import rng
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]

@@ -23,7 +23,8 @@ from pydantic_core import PydanticUndefined
 
 PUBLIC = (
     *("atoll", "atoll.flow", "atoll.nets", "atoll.ensemble", "atoll.experts.expert", "atoll.experts.expert_cache"),
-    *("atoll.experts.validation", "atoll.data.dataset", "atoll.train", "atoll.apps.evaluate"),
+    *("atoll.experts.validation", "atoll.data.dataset", "atoll.train"),
+    *("atoll.apps.evaluate.evaluation", "atoll.apps.evaluate.options"),
     *("atoll.apps.models.pipeline", "atoll.nets.layouts", "atoll.core.artifacts", "atoll.core.config"),
 )
 """The modules of the Python API. A module with `__all__` shows these names, any other its public definitions."""
@@ -265,9 +266,9 @@ def layout_tree() -> str:
 def manifest_tables() -> str:
     """Return the fields that every kind of manifest declares, then those of the values inside of them."""
     from atoll.core import manifests
-    from atoll.core.artifacts import Content, Kind
+    from atoll.core.artifacts import ArtifactKind, Content
 
-    kinds = {kind.content: kind for kind in vars(manifests).values() if isinstance(kind, Kind)}
+    kinds = {kind.content: kind for kind in vars(manifests).values() if isinstance(kind, ArtifactKind)}
     inner = [
         value for value in vars(manifests).values()
         if isinstance(value, type) and issubclass(value, Content) and value not in (Content, *kinds)

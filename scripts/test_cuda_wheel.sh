@@ -22,4 +22,4 @@ trap 'rm -rf "$run"' EXIT
 # The shortest demo: it reserves four minutes for the steps that do not depend on --minutes.
 "$python" -m atoll.cli demo --minutes 4.1 --run "$run/demo"
 "$python" -m atoll.cli sample "$run/demo" "red heart" --steps 2
-"$python" -m pytest tests/flow tests/nets tests/convert tests/experts tests/train tests/data/test_pretrained.py tests/ensemble/test_sampling.py
+"$python" -m pytest tests/flow tests/nets tests/models tests/experts tests/train tests/data/test_pretrained.py tests/ensemble/test_sampling.py

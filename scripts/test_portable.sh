@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-tests="tests/flow tests/nets tests/convert tests/experts tests/ensemble tests/export tests/train"
+tests="tests/flow tests/nets tests/models tests/experts tests/ensemble tests/models tests/train"
 failed=""
 
 # check CAPABILITY NAME=VALUE …: run the tests with these environment variables; torch must report CAPABILITY.

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from atoll.core import config as configuration
-from atoll.core.config_yaml import to_yaml
+from atoll.core.config import to_yaml
 
 SETTINGS = {
     "data": {"resolution": 32, "chunk": 16, "shard_rows": 20, "val_fraction": 0.15, "max_rejects": 0.05},

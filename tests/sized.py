@@ -10,15 +10,16 @@ from torch import Tensor
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.config_yaml import to_yaml
+from atoll.core.config import to_yaml
 from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, PatchSpec, ShardsContent
 from atoll.core.sizes import Size
+from atoll.data.density import write_density
 
 SIZES = [Size(16, 16), Size(12, 20), Size(20, 12), Size(8, 24), Size(24, 8)]
 """The default first; 192 to 256 pixels, with sides that are multiples of 4, the patch."""
 ROWS = {
-    0: {"train": [40, 20, 18, 17, 9], "held-out": [8, 5, 4, 3, 2]},
-    1: {"train": [24, 30, 19, 3, 0], "held-out": [6, 4, 4, 1, 0]},
+    0: {"train": [40, 20, 18, 17, 9], "validation": [8, 5, 4, 3, 2]},
+    1: {"train": [24, 30, 19, 3, 0], "validation": [6, 4, 4, 1, 0]},
 }
 """Images of each size, by cluster and split. The last sizes are rare, and one is missing in cluster 1."""
 LABELS = ("stripes", "dots", "plain")
@@ -73,26 +74,26 @@ def write_shards(run: Path, cluster: int, *, patches: int = 0, flip: bool = Fals
                     pq.write_table(table, path)
                 artifact.write_tensors(f"{stem}.safetensors", {k: part.contiguous() for k, part in tensors.items()})
                 files += 1
-    artifact.commit(
-        ShardsContent(
-            cluster=cluster,
-            clusters=len(ROWS),
-            rows={split: sum(counts) for split, counts in ROWS[cluster].items()},
-            labels=LABELS,
-            source="folder",
-            fingerprint="hand-written",
-            latents=LatentSpec(
-                autoencoder="pixels",
-                resolution=16,
-                shape=(3, SIZES[0].height, SIZES[0].width),
-                sizes=tuple((size.height, size.width) for size in SIZES),
-            ),
-            statistics=ChannelStatistics(mean=(0.1, 0.0, -0.1), std=(0.5, 0.6, 0.5)),
-            text=None,
-            flip=flip,
-            patches=PatchSpec(model="none", weights="0" * 64, grid=4, steps=(0.1,) * patches) if patches else None,
-        )
+    content = ShardsContent(
+        cluster=cluster,
+        clusters=len(ROWS),
+        rows={split: sum(counts) for split, counts in ROWS[cluster].items()},
+        labels=LABELS,
+        source="folder",
+        fingerprint="hand-written",
+        latents=LatentSpec(
+            autoencoder="pixels",
+            resolution=16,
+            shape=(3, SIZES[0].height, SIZES[0].width),
+            sizes=tuple((size.height, size.width) for size in SIZES),
+        ),
+        statistics=ChannelStatistics(mean=(0.1, 0.0, -0.1), std=(0.5, 0.6, 0.5)),
+        text=None,
+        flip=flip,
+        patches=PatchSpec(model="none", weights="0" * 64, grid=4, steps=(0.1,) * patches) if patches else None,
     )
+    write_density(artifact, content)
+    artifact.commit(content)
 
 
 def write_sized(run: Path, *, patches: int = 0, flip: bool = False, **changes: dict[str, object]) -> Path:

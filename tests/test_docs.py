@@ -100,16 +100,19 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
     assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
+def options_of(verb: Any) -> list[dataclasses.Field[Any]]:
+    """Return the options of a verb, then those of the options that are nested in it, as in its help."""
+    fields = [field for field in dataclasses.fields(verb) if field.name != "overrides"]
+    nested = [field for field in fields if dataclasses.is_dataclass(field.default_factory)]
+    own = [field for field in fields if field not in nested]
+    return own + [part for field in nested for part in options_of(field.default_factory)]
+
+
 def test_the_reference_has_every_verb_and_option(cli_page: str) -> None:
     parts = {part.split("\n")[0]: part for part in cli_page.split("\n## ")}
     for name, verb in VERBS.items():
-        fields = [field for field in dataclasses.fields(verb) if field.name != "overrides"]  # type: ignore[arg-type]
-        # Nested options follow those of the verb, as in its help.
-        nested = [field for field in fields if dataclasses.is_dataclass(field.default_factory)]
-        fields = [field for field in fields if field not in nested]
-        fields += [part for field in nested for part in dataclasses.fields(field.default_factory)]  # type: ignore[arg-type]
         rows = re.findall(r"^\| `([^`]+)` \|", parts[f"atoll {name}"], re.MULTILINE)
-        assert rows == [argument_of(field) for field in fields]
+        assert rows == [argument_of(field) for field in options_of(verb)]
 
 
 def argument_of(field: dataclasses.Field[Any]) -> str:

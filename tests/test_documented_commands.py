@@ -9,10 +9,12 @@ import math
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import yaml
 
 from atoll import cli
 from atoll.apps.studio.schemas import ImagesRequest
+from atoll.cli.start import Init
 from atoll.cli.verb import Configured
 from atoll.core import config as configuration
 from atoll.core.config import Config
@@ -39,6 +42,8 @@ PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 OTHER_PROGRAMS = ("git", "cd", "source", "sky")
+EXAMPLE = re.compile(r"examples/\w+\.py")
+"""Scripts that a tutorial may run with Python."""
 OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
 """Options in the text that belong to every verb, to torchrun and sbatch."""
 OPEN_KEYS = ("experts", "networks")
@@ -130,7 +135,7 @@ COMMANDS = [
 
 def test_there_are_commands_to_check() -> None:
     assert len([command for command in COMMANDS if command.words[0] == "atoll"]) > 50
-    assert len(TUTORIALS) == 3
+    assert len(TUTORIALS) == 4
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -141,12 +146,17 @@ def test_a_documented_command_is_valid(command: Command) -> None:
         assert arguments[0] in targets
     elif program == "curl":
         ImagesRequest.model_validate_json(arguments[arguments.index("-d") + 1])
+    elif program == "python":
+        assert EXAMPLE.fullmatch(arguments[0])
+        assert (ROOT / arguments[0]).is_file()
     elif program != "atoll":
         assert program in OTHER_PROGRAMS
     else:
         verb = cli.parse(arguments[0], arguments[1:])  # exits or raises if it does not fit
         if isinstance(verb, Configured):
-            base = PRESETS[verb.preset] if hasattr(verb, "preset") else {"clusters": {"count": 8}}
+            base: Any = {"clusters": {"count": 8}}
+            if isinstance(verb, Init):
+                base = PRESETS[verb.preset or ("emoji" if verb.base is None else "base")]
             configuration.resolve(base, verb.overrides, source=str(command))
 
 
@@ -236,7 +246,7 @@ def test_the_python_example_of_a_guide_runs(
     Path("runs").mkdir()
     for run in ("runs/mine", "runs/other"):
         Path(run).symlink_to(trained)
-    if '"my-model"' in example:
+    if '/my-model"' in example:
         assert cli.main(["export", "runs/mine", "my-model"]) == 0
     if '"my-images"' in example:
         write_shapes(Path("my-images"))
@@ -263,8 +273,8 @@ def with_options(words: tuple[str, ...], options: dict[str, list[str]]) -> list[
     return [*kept, *(word for option, values in options.items() for word in (option, *values))]
 
 
-def small_settings(source: Path) -> list[str]:
-    """Return overrides that make a run of any preset tiny, without models from the hub."""
+def small_settings(source: Path, *, base: bool = False) -> list[str]:
+    """Return overrides that make a run of any preset tiny, without models from the hub; a base has its own network."""
     sections: dict[str, dict[str, object]] = {name: dict(values) for name, values in SETTINGS.items()}
     for name, values in TINY.items():
         sections[name] = {**sections.get(name, {}), **values}
@@ -274,6 +284,8 @@ def small_settings(source: Path) -> list[str]:
     sections["text"] |= {"encoder": "minilm"}
     sections["train"] |= {"total_images": 64, "precision": "float32"}
     sections["router"] |= {"total_images": 64}
+    if base:
+        del sections["networks"]
     return [
         word
         for name, values in sections.items()
@@ -295,9 +307,12 @@ def execute(page: Path, source: Path, capfd: pytest.CaptureFixture[str]) -> None
         for command in commands(block) if block.language == "bash" else ():
             if excepted(command):
                 continue
-            _, verb, *_ = command.words
+            program, verb, *arguments = command.words
+            if program == "python":
+                subprocess.run([sys.executable, ROOT / verb, *arguments], check=True, capture_output=True)
+                continue
             words = with_options(command.words[1:], SMALL_OPTIONS.get(verb, {}))
-            words += small_settings(source) if verb == "init" else []
+            words += small_settings(source, base="--base" in words) if verb == "init" else []
             words = [re.sub(r"[A-Z]+_PUBLIC_KEY|FINGERPRINT", lambda found: printed[found[0]], word) for word in words]
             capfd.readouterr()
             code = cli.main(words)
@@ -313,7 +328,7 @@ def test_every_exception_is_needed_and_has_a_reason() -> None:
     journeys = [command for command in COMMANDS if command.page in (README, *TUTORIALS)]
     assert {excepted(command) for command in journeys} - {None} == set(NOT_EXECUTED)
     assert all(NOT_EXECUTED.values())
-    assert {command.words[0] for command in journeys if not excepted(command)} == {"atoll"}
+    assert {command.words[0] for command in journeys if not excepted(command)} == {"atoll", "python"}
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs/tutorials/first-run.md"], ids=["README", "first-run"])
@@ -346,3 +361,15 @@ def test_the_tutorial_on_sharing_runs(
     execute(ROOT / "docs/tutorials/sharing-a-run.md", shapes, capfd)
     assert len(list(Path("runs/model/experts").glob("*/final/manifest.json"))) == 2
     assert list(Path("runs/model/samples").glob("0*.png"))
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_experts_of_a_base_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_shapes(Path("my-images"))
+    execute(ROOT / "docs/tutorials/base-experts.md", Path("my-images"), capfd)
+    assert len(list(Path("runs/base/experts").glob("*/final/manifest.json"))) == 2
+    assert list(Path("runs/base/samples").glob("0*.png"))

@@ -21,7 +21,7 @@ from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.data.stages.latents import Statistics
 from atoll.ensemble.ensemble import Ensemble
-from atoll.experts.expert import Declaration, ExpertReference, OpenRouter
+from atoll.experts.expert import Declaration, NetworkReference, OpenRouter
 from atoll.experts.validation import velocity_errors
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -64,7 +64,7 @@ def library_ensemble(experts: list[nano_ddm.Expert], router: nn.Module) -> Ensem
         return Declaration(name, clusters, no_network, frozenset(), pixels, latents, None, (), bridge)
 
     references = [
-        ExpertReference(declaration(f"expert {k}", (k,), expert.objective), lambda e=expert: Adapter(e.network), 0)  # type: ignore[misc]
+        NetworkReference(declaration(f"expert {k}", (k,), expert.objective), lambda e=expert: Adapter(e.network), 0)  # type: ignore[misc]
         for k, expert in enumerate(experts)
     ]
     known = declaration("router", tuple(range(len(experts))), "flow-matching")
@@ -145,7 +145,7 @@ def test_the_loss_agrees(mixture: nano_ddm.Mixture, name: str) -> None:
     torch.manual_seed(5)
     t, eps = torch.rand(8), torch.randn_like(images)
     objective = library_objective(name)
-    target = flow.from_pair(flow.Pair(images, eps), t, objective.prediction, schedule=objective.schedule)
+    target = flow.from_pair(flow.CleanAndNoise(images, eps), t, objective.prediction, schedule=objective.schedule)
     drawn = objective.corrupt(images, seed=0, t=t)
     drawn = drawn._replace(input=objective.schedule.add_noise(images, eps, t), target=target)
     theirs = objective.loss(Adapter(expert.network)(drawn.input, drawn.timestep), drawn).mean()

@@ -12,7 +12,7 @@ from PIL import Image
 
 import atoll
 from atoll import cli
-from atoll.apps.evaluate.features import reference_features
+from atoll.apps.evaluate.feature_sets import reference_features
 from atoll.apps.models.pipeline import AtollPipeline
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
@@ -82,7 +82,7 @@ def test_photographs_of_three_ratios_from_files_to_a_pipeline(tmp_path: Path, ca
         "experts top-1", "experts nearest", "monolith", "student",
     ]  # fmt: skip
     for model in result["models"]:
-        assert model["metrics"]["efficientnet-lite0"]["frechet"]["value"] > 0
+        assert model["metrics"]["efficientnet-lite0"]["frechet"] > 0
         assert model["trajectory"]["refinement"] > 0
     reference = reference_features(run, configuration.load(run), "train", num_real=24, vision="efficientnet-lite0")
     assert len(reference) == 24

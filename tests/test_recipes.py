@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.artifacts import Artifact
 from atoll.core.config import load
-from atoll.core.config_sections import Monolith
+from atoll.core.config_sections import MonolithSection
 from atoll.core.manifests import EXPERT
 from atoll.train.spec import resolve_job
 
@@ -70,7 +70,7 @@ def test_an_arm_trains_its_monolith_with_separate_settings(prepared: Path, tmp_p
     options = {"batch_size": "24", "total_images": "480", "warmup_images": "24", "save_every": "120"}
     options |= {"log_every": "12", "ema.ema": "12"}
     plain = load(run, {f"train.{key}": value for key, value in options.items()})
-    expected = resolve_job(run, plain.model_copy(update={"monolith": Monolith()}), "monolith")
+    expected = resolve_job(run, plain.model_copy(update={"monolith": MonolithSection()}), "monolith")
     assert resolve_job(run, load(run), "monolith") == expected
     assert expected.settings.lr == 4e-3
     assert load(run).train.batch_size == 8
@@ -86,7 +86,7 @@ def write_evaluation(root: Path, seed: int, kid: float, diversity: float | None)
     """Write the evaluation of an arm with one model, as `evaluate` does."""
     model = {
         "label": "experts top-1", "model": "experts", "routing": "top-1",
-        "metrics": {"inception": {"frechet": {"value": 100.0}, "kid": {"value": kid, "standard_error": 0.002}}},
+        "metrics": {"inception": {"frechet": 100.0, "kid": {"value": kid, "standard_error": 0.002}}},
         **({} if diversity is None else {"diversity": {"mean": diversity}}),
     }  # fmt: skip
     folder = root / f"seed{seed}/k8/evaluation"

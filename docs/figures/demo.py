@@ -12,7 +12,7 @@ from atoll.apps.evaluate.models import EvaluatedModel
 from atoll.apps.launch import demo
 from atoll.apps.report.gallery import Gallery, choose_examples
 from atoll.core.config import load
-from atoll.ensemble import Settings
+from atoll.ensemble import SampleSettings
 
 SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 
@@ -20,7 +20,7 @@ SIDE, GAP, LEFT, TOP = 96, 6, 150, 58
 def main(run: Path) -> None:
     """Generate the missing images and write demo.png beside this file."""
     config = load(run)
-    settings = Settings(routing="top-1", steps=demo.STEPS, guidance_scale=demo.GUIDANCE)
+    settings = SampleSettings(routing="top-1", steps=demo.STEPS, guidance_scale=demo.GUIDANCE)
     gallery = Gallery(choose_examples(run, config.clusters.count, demo.PROMPTS), settings)
     rows = {
         f"{config.clusters.count} experts\nas one model": gallery.row(EvaluatedModel(run, "experts", "top-1")).images,

@@ -1,4 +1,4 @@
-"""Print the held-out velocity error of experts, each on its cluster, by time: errors.py ARM EXPERT..."""
+"""Print the validation velocity error of experts, each on its cluster, by time: errors.py ARM EXPERT..."""
 
 import json
 import sys

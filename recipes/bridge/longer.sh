@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Held-out velocity error of four bridges, for the two DDPM experts trained two and a half times as long.
+# Validation velocity error of four bridges, for the two DDPM experts trained two and a half times as long.
 #     SEED=0 bash recipes/bridge/longer.sh
 # Run heterogeneous/longer.sh first: it trains the experts.
 set -euo pipefail

@@ -14,14 +14,14 @@ from typing import Any
 
 Model = dict[str, Any]
 COLUMNS: dict[str, Callable[[Model], float]] = {
-    "FID": lambda model: model["metrics"]["inception"]["frechet"]["value"],
+    "FID": lambda model: model["metrics"]["inception"]["frechet"],
     "KID x1000": lambda model: 1000 * model["metrics"]["inception"]["kid"]["value"],
     "KID x1000, EfficientNet": lambda model: 1000 * model["metrics"]["efficientnet-lite0"]["kid"]["value"],
     "precision": lambda model: model["metrics"]["inception"]["precision_recall"]["precision"],
     "recall": lambda model: model["metrics"]["inception"]["precision_recall"]["recall"],
     "diversity": lambda model: model["diversity"]["mean"],
     "experts per step": lambda model: model["expert_use"]["mean_active"],
-    "held-out velocity error": lambda model: model["held_out_error"],
+    "validation velocity error": lambda model: model["validation_error"],
     "training FLOPs": lambda model: model["training"]["flops"],
 }
 
@@ -35,7 +35,7 @@ def read_models(root: Path, recipe: str, arm: str) -> dict[str, list[Model]]:
         errors = {**diagnostics.get("dense", {}), **diagnostics.get("experts", {}).get("velocity_error", {})}
         for model in evaluation["models"]:
             error = errors.get(model["routing"] or model["model"])
-            models.setdefault(model["label"], []).append({**model, "held_out_error": error and error["mean"]})
+            models.setdefault(model["label"], []).append({**model, "validation_error": error and error["mean"]})
     return models
 
 

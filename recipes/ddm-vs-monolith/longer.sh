@@ -9,10 +9,10 @@ make_arm long8 8 features
 train long8 --jobs monolith experts router
 options="--extractors inception efficientnet-lite0 --without diversity trajectories"
 evaluate long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest $options
-recipe=held-out evaluate long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest --reference held-out $options diagnostics
+recipe=validation evaluate long8 --models monolith experts --routings top-1 top-2 drawn oracle nearest --reference validation $options diagnostics
 make_arm long-small-batch 8 features
 train long-small-batch --jobs monolith --monolith.batch_size $((TOTAL / 8))
 evaluate long-small-batch --models monolith $options
 table k8 long8 long-small-batch
-echo "against held-out images:"
-recipe=held-out table k8 long8
+echo "against validation images:"
+recipe=validation table k8 long8

@@ -15,7 +15,7 @@ if [ -n "${CORE:-}" ]; then
 fi
 routings="top-1 top-2 oracle nearest full threshold-0.2"
 evaluate k8 --models monolith experts --routings $routings --extractors inception efficientnet-lite0 --diversity 64 8
-recipe=held-out evaluate k8 --models monolith experts --routings $routings --reference held-out $options diagnostics
+recipe=validation evaluate k8 --models monolith experts --routings $routings --reference validation $options diagnostics
 for count in 4 2; do
     make_arm k$count $count features
     train k$count --jobs experts router
@@ -35,5 +35,5 @@ LR=8.0e-3 make_arm monolith-lr8 8 features
 train monolith-lr8 --jobs monolith
 evaluate monolith-lr8 --models monolith $options
 table k8 k4 k2 random8 unconditioned small-batch monolith-lr8
-echo "against held-out images:"
-recipe=held-out table k8
+echo "against validation images:"
+recipe=validation table k8

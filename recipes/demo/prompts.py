@@ -18,7 +18,7 @@ import atoll
 from atoll.apps.evaluate.extractors import open_vision
 from atoll.apps.launch.demo import PROMPTS, STEPS
 from atoll.core import config as configuration
-from atoll.data.sources.base import decode
+from atoll.data.sources.source import decode
 from atoll.data.stages.ingest import open_configured
 
 SEEDS = 16

@@ -24,12 +24,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.open import open_source
+from atoll.data.sources.source import SourceImage, SourceOptions, decode
 
 RESOLUTION = 64
-HELD_OUT = 0.1
-"""Fraction of the captions: twice the default of the emoji source, so the split includes all its held-out captions."""
+VALIDATION = 0.1
+"""Fraction of the captions: twice the default of the emoji source, so all its validation captions belong to it."""
 
 
 @dataclass
@@ -62,11 +62,11 @@ def main(recipe: Recipe) -> None:
     if dist.get_rank() == 0:
         draw_emoji(recipe.work)
     dist.barrier()
-    train, held_out = load_images(recipe.work)
-    log(f"{len(train)} training images, {len(held_out)} held out")
-    ema_model, seconds = fit(recipe, train, held_out)
+    train, validation = load_images(recipe.work)
+    log(f"{len(train)} training images, {len(validation)} held out")
+    ema_model, seconds = fit(recipe, train, validation)
     if dist.get_rank() == 0:
-        finish(recipe, ema_model, train, held_out, seconds)
+        finish(recipe, ema_model, train, validation, seconds)
     dist.destroy_process_group()
 
 
@@ -76,18 +76,18 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-def finish(recipe: Recipe, ema_model: AutoencoderKL, train: Tensor, held_out: Tensor, seconds: float) -> None:
+def finish(recipe: Recipe, ema_model: AutoencoderKL, train: Tensor, validation: Tensor, seconds: float) -> None:
     """Write weights, metrics and reconstructions."""
     shipped = AutoencoderKL.from_pretrained(export(ema_model, train, recipe.work / "model"))
     machine = {"processor": platform.processor() or platform.machine(), "processes": dist.get_world_size()}
     report = {
-        "metrics": measure(shipped, held_out),
+        "metrics": measure(shipped, validation),
         "seconds": round(seconds),
         "settings": {key: value for key, value in asdict(recipe).items() if key not in ("work", "init_from")},
         "machine": {**machine, "torch": torch.__version__},
     }
     (recipe.work / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    reconstructions(shipped, held_out).save(recipe.work / "reconstructions.png", optimize=True)
+    reconstructions(shipped, validation).save(recipe.work / "reconstructions.png", optimize=True)
     log(json.dumps(report, indent=2))
 
 
@@ -96,16 +96,16 @@ def draw_emoji(work: Path) -> None:
     file = work / "images.npz"
     if file.exists():
         return
-    images = list(open_source("emoji", Options(val_fraction=HELD_OUT)).images())
+    images = list(open_source("emoji", SourceOptions(val_fraction=VALIDATION)).images())
     partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **{split: _decoded([s for s in images if s.split == split]) for split in ("train", "held-out")})
+    np.savez(partial, **{split: _decoded([s for s in images if s.split == split]) for split in ("train", "validation")})
     partial.rename(file)
 
 
 def load_images(work: Path) -> tuple[Tensor, Tensor]:
-    """Return the training images and the held-out images."""
+    """Return the training images and the validation images."""
     with np.load(work / "images.npz") as arrays:
-        return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["held-out"])
+        return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["validation"])
 
 
 def _decoded(images: list[SourceImage]) -> np.ndarray[Any, Any]:
@@ -130,7 +130,7 @@ def build(recipe: Recipe) -> AutoencoderKL:
     )
 
 
-def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL, float]:
+def fit(recipe: Recipe, train: Tensor, validation: Tensor) -> tuple[AutoencoderKL, float]:
     """Train; return the EMA model after all steps and the seconds over all starts."""
     torch.manual_seed(recipe.seed)
     model = build(recipe).to(memory_format=torch.channels_last)
@@ -152,7 +152,7 @@ def fit(recipe: Recipe, train: Tensor, held_out: Tensor) -> tuple[AutoencoderKL,
             if dist.get_rank() == 0:
                 save(recipe, step, seconds, model, ema_model, optimizer)
             if step % (5 * recipe.checkpoint_every) == 0:
-                log(f"  held-out PSNR {measure(ema_model, held_out[::8])['psnr_mean']:.2f} dB")
+                log(f"  validation PSNR {measure(ema_model, validation[::8])['psnr_mean']:.2f} dB")
     return ema_model, spent + time.monotonic() - started
 
 
@@ -291,7 +291,7 @@ def measure(model: AutoencoderKL, pixels: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def reconstructions(model: AutoencoderKL, pixels: Tensor, columns: int = 16, rows: int = 3) -> Image.Image:
-    """Draw held-out images, each above its reconstruction."""
+    """Draw validation images, each above its reconstruction."""
     chosen = pixels[torch.linspace(0, len(pixels) - 1, columns * rows).long()]
     restored = model.decode(model.encode(as_input(chosen)).latent_dist.mean).sample.clamp(-1, 1)
     restored = ((restored + 1) * 127.5).round().byte()

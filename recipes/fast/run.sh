@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train one dense network with one setting changed at a time, then with all settings that pay:
 #     DATASET=cifar10 SEED=0 bash recipes/fast/run.sh [ARM...]
-# Every arm sees IMAGES images; `equal` is `stacked` with EQUAL percent of them, which cost the FLOPs of `base`. The held-out
+# Every arm sees IMAGES images; `equal` is `stacked` with EQUAL percent of them, which cost the FLOPs of `base`. The validation
 # error is measured every 2 % of them. KID is that of NUM_IMAGES images, for the arms in KID_ARMS (`none` for none).
 set -euo pipefail
 source recipes/common/lib.sh

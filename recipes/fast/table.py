@@ -1,7 +1,7 @@
 """Print the results of the arms of `run.sh` as a Markdown table over all finished seeds: table.py ROOT ARM...
 
-Columns: the lowest held-out error; the training FLOPs until the error is at most the lowest one of the arm `base` with
-the same seed, relative to the FLOPs of `base` until then; KID; all training FLOPs and seconds relative to `base`. The
+Columns: the lowest validation error; the training FLOPs until the error is at most the lowest one of `base` with the
+same seed, relative to the FLOPs of `base` until then; KID; all training FLOPs and seconds relative to `base`. The
 FLOPs are those of the manifest, with all overheads (the projector of the alignment, Newton-Schulz of Muon).
 """
 
@@ -17,7 +17,7 @@ class Arm:
     """One finished training."""
 
     errors: list[tuple[int, float]]
-    """Images seen and held-out error of every validation."""
+    """Images seen and validation error of every validation."""
     images: int
     flops: float
     seconds: float
@@ -25,11 +25,11 @@ class Arm:
 
     @property
     def lowest(self) -> float:
-        """The lowest held-out error."""
+        """The lowest validation error."""
         return min(error for _, error in self.errors)
 
     def flops_to(self, error: float) -> float | None:
-        """Return the training FLOPs until the held-out error is at most this; None if it never is."""
+        """Return the training FLOPs until the validation error is at most this; None if it never is."""
         reached = next((images for images, found in self.errors if found <= error), None)
         return None if reached is None else self.flops * reached / self.images
 
@@ -41,7 +41,7 @@ def read_arm(run: Path) -> Arm | None:
         return None
     compute = json.loads(manifest.read_text())["content"]["compute"]
     lines = [json.loads(line) for line in (run / "experts/000/metrics.jsonl").read_text().splitlines()]
-    errors = [(line["images"], line["held_out_loss"]) for line in lines if "held_out_loss" in line]
+    errors = [(line["images"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     evaluation, kid = run / "evaluation/fast.json", None
     if evaluation.exists():
         kid = 1000 * json.loads(evaluation.read_text())["models"][0]["metrics"]["inception"]["kid"]["value"]
@@ -60,7 +60,7 @@ def cell(values: list[float | None], digits: int) -> str:
 
 def main(root: Path, names: list[str]) -> None:
     """Print the table."""
-    print("| arm | seeds | lowest held-out error | FLOPs to the error of base | KID x1000 | all FLOPs | seconds |")
+    print("| arm | seeds | lowest validation error | FLOPs to the error of base | KID x1000 | all FLOPs | seconds |")
     print("|---|---|---|---|---|---|---|")
     for name in names:
         pairs = []

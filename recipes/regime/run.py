@@ -122,7 +122,7 @@ class Queue:
         """Write CIFAR-10 with labels of class and cluster, for the monolith that is conditioned on the cluster."""
         cluster_of: dict[str, int] = {}
         for cluster in range(CLUSTERS):
-            for split in ("train", "held-out"):
+            for split in ("train", "validation"):
                 shards = Shards.open(self.root / "base", [cluster], split)  # type: ignore[arg-type]
                 cluster_of |= dict.fromkeys(shards.ids(list(range(len(shards)))), cluster)
         table = pq.read_table(self.root / "cifar10/train.parquet")
@@ -411,7 +411,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "num_images": metrics["protocol"]["num_images"],
             "kid": 1000 * metrics["kid"]["value"],
             "kid_error": 1000 * metrics["kid"]["standard_error"],
-            "fid": metrics["frechet"]["value"],
+            "fid": metrics["frechet"],
             "precision": metrics["precision_recall"]["precision"],
             "recall": metrics["precision_recall"]["recall"],
             "validation_error": error and error["mean"],

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.version import __version__
 
 if TYPE_CHECKING:
+    from atoll.apps.models.attach import attach, detach
     from atoll.apps.models.pipeline import AtollPipeline
     from atoll.ensemble import load
 
-__all__ = ["AtollPipeline", "__version__", "load"]
+__all__ = ["AtollPipeline", "__version__", "attach", "detach", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """`atoll.load` and `atoll.AtollPipeline`, imported when first used: torch and diffusers take their time."""
+    """Import `atoll.load` and the others when they are first used: torch and diffusers take their time."""
     if name == "load":
         from atoll.ensemble import load
 
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from atoll.apps.models.pipeline import AtollPipeline
 
         return AtollPipeline
+    if name in ("attach", "detach"):
+        from atoll.apps.models import attach
+
+        return getattr(attach, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core import config
-from atoll.core.config_yaml import to_yaml
+from atoll.core.config import to_yaml
 from atoll.core.errors import AtollError
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 SECRET = b"-----BEGIN PRIVATE KEY-----"
@@ -145,50 +143,4 @@ def tars(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for number, (name, data) in enumerate(TARS.items()):
         (folder / f"{number:02d} {name}.tar").write_bytes(stored(f"good-{number}.png", png()) + data + END)
-    return folder
-
-
-def _write(file: Path, columns: dict[str, object], **options: object) -> None:
-    how = {"compression": "zstd", "use_dictionary": False, "store_schema": False, "write_statistics": False}
-    pq.write_table(pa.table(columns), file, **{**how, **options})
-
-
-def _lists(values: int) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array([0, values], pa.int32()), pa.array(np.zeros(values, np.int64)))
-
-
-def _repeated(value: bytes | str, count: int) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), pa.array([value]))
-
-
-# Tables of some kilobytes that would take hundreds of megabytes. The names say what is large.
-TABLES: dict[str, Callable[[Path], None]] = {
-    "nulls": lambda file: _write(file, {"image": pa.nulls(3_000_000, pa.binary())}),
-    "zeros in a caption": lambda file: _write(file, {"image": [png()], "text": ["\0" * 2**27]}),
-    "zeros in an image": lambda file: _write(file, {"image": [b"\0" * 2**27], "id": ["zeros"]}),
-    "a repeated caption": lambda file: _write(
-        file, {"image": [png()] * 100, "text": _repeated("a" * 2**20, 100)}, use_dictionary=True
-    ),
-    "a repeated image": lambda file: _write(
-        file, {"image": _repeated(b"\0" * 2**20, 100), "id": [str(n) for n in range(100)]}, use_dictionary=True
-    ),
-    "shared prefixes": lambda file: _write(
-        file, {"image": [png()] * 100, "text": [f"{'a' * 2**20}{n}" for n in range(100)]},
-        column_encoding={"text": "DELTA_BYTE_ARRAY", "image": "PLAIN"},
-    ),
-    "a long list": lambda file: _write(
-        file, {"image": [png()], "vector": _lists(30_000_000)}, use_dictionary=["vector.list.element"]
-    ),
-}  # fmt: skip
-
-
-def table(name: str, folder: Path) -> Path:
-    """Write the table of one attack, and another one with an honest image."""
-    folder.mkdir(parents=True)
-    TABLES[name](folder / "t.parquet")
-    schema = pq.read_schema(folder / "t.parquet")
-    honest = {field.name: pa.nulls(1, field.type) for field in schema}
-    if "id" in honest:
-        honest["id"] = pa.array(["good"])
-    pq.write_table(pa.table({**honest, "image": pa.array([png()])}), folder / "u.parquet")
     return folder

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, ShardsContent, TextSpec
 from atoll.core.sizes import Size
-from atoll.data.batch_order import BatchOrder
 from atoll.data.dataset import Batch, Shards
+from atoll.data.shuffle import BatchOrder
 from atoll.flow import rng
+from streams import stream
 
 SIZES = [(8, 8), (6, 12), (12, 6)]
 ROWS = {0: [[37, 20], [41], []], 1: [[16], [], [9]]}
@@ -65,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first(shards: Shards, count: int, **options: int) -> list[Batch]:
-    return list(islice(shards.stream(**{"batch_size": 12, "seed": 5, **options}), count))
+    return list(islice(stream(shards, **{"batch_size": 12, "seed": 5, **options}), count))
 
 
 @settings(max_examples=60, deadline=None)

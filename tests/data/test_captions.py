@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import BadImage, Options, SourceImage, split_of
 from atoll.data.sources.open import open_source
+from atoll.data.sources.source import BadImage, SourceImage, SourceOptions, split_of
 
 Row = dict[str, object]
 
@@ -57,7 +57,7 @@ Write = Callable[[dict[str, Row], Path], Path]
 
 
 def found(folder: Path, **options: object) -> dict[str, SourceImage]:
-    source = open_source(folder, Options(val_fraction=0, **options))  # type: ignore[arg-type]
+    source = open_source(folder, SourceOptions(val_fraction=0, **options))  # type: ignore[arg-type]
     return {image.id: image for image in source.images()}
 
 
@@ -90,7 +90,7 @@ def test_several_columns_with_weights(write: Write, tmp_path: Path) -> None:
 def test_a_missing_column_is_an_error_of_the_table_and_of_the_image_in_json(tmp_path: Path) -> None:
     rows: dict[str, Row] = {"a": {"short": "cat"}, "b": {"text": "dog"}}
     with pytest.raises(AtollError, match="unknown column 'log'"):
-        open_source(as_parquet({"a": {"long": "cat"}}, tmp_path / "p"), Options(caption=["long", "log"]))
+        open_source(as_parquet({"a": {"long": "cat"}}, tmp_path / "p"), SourceOptions(caption=["long", "log"]))
     images = found(as_folder(rows, tmp_path / "f"), caption=["short", "long"])
     assert images["a"].captions == ("cat",)
     with pytest.raises(BadImage, match="its metadata has none of short, long, only text"):
@@ -102,7 +102,7 @@ def test_lines_of_a_text_file_are_captions_only_with_the_setting(tmp_path: Path)
     (tmp_path / "a.txt").write_text("a cat\r\n\n  a cat that sleeps \n")
     assert found(tmp_path)["a"].captions == ("a cat\r\n\n  a cat that sleeps",)
     assert found(tmp_path, caption_lines=True)["a"].captions == ("a cat", "a cat that sleeps")
-    plain, lines = (open_source(tmp_path, Options(caption_lines=value)).fingerprint for value in (False, True))
+    plain, lines = (open_source(tmp_path, SourceOptions(caption_lines=value)).fingerprint for value in (False, True))
     assert plain != lines
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name in ("a.png", "a.txt"):
@@ -123,8 +123,8 @@ def test_no_caption_is_in_both_splits_and_no_split_depends_on_other_images(tmp_p
         f"{number:04d}": {"caption": [texts[number * step % 600] for step in (1, 7, 131)]} for number in range(1, 1001)
     }
     folder = as_parquet(rows, tmp_path / "data")
-    images = {image.id: image for image in open_source(folder, Options(val_fraction=0.2)).images()}
-    by_split: dict[str, set[str]] = {"train": set(), "held-out": set()}
+    images = {image.id: image for image in open_source(folder, SourceOptions(val_fraction=0.2)).images()}
+    by_split: dict[str, set[str]] = {"train": set(), "validation": set()}
     dropped = 0
     for id, row in rows.items():
         given = list(dict.fromkeys(row["caption"]))  # type: ignore[call-overload]
@@ -133,9 +133,9 @@ def test_no_caption_is_in_both_splits_and_no_split_depends_on_other_images(tmp_p
         assert list(image.captions) == [text for text in given if split_of(text, 0.2) == image.split]
         by_split[image.split] |= set(image.captions)
         dropped += len(given) - len(image.captions)
-    assert not by_split["train"] & by_split["held-out"]
+    assert not by_split["train"] & by_split["validation"]
     assert dropped > 100
     assert all(image.captions for image in images.values())
     few = as_parquet(dict(list(rows.items())[:50]), tmp_path / "few")
-    for image in open_source(few, Options(val_fraction=0.2)).images():
+    for image in open_source(few, SourceOptions(val_fraction=0.2)).images():
         assert (image.split, image.captions) == (images[image.id].split, images[image.id].captions)

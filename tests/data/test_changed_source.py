@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from atoll import cli
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import prepare
 from shapes import chunk_files, draw, write_run, write_shapes
 
@@ -114,7 +114,7 @@ def test_interruptions_and_workers_do_not_change_a_byte(
         with pytest.raises(KeyboardInterrupt):
             prepare(other, config)
     for index in reversed(range(workers)):
-        prepare(other, config, worker=Worker(index, workers))
+        prepare(other, config, worker=WorkerShare(index, workers))
     assert content(other) == content(run)
 
 

@@ -17,25 +17,26 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ChannelStatistics, LatentSpec, ShardsContent
 from atoll.data.dataset import Batch, Shards
 from atoll.encoders.text import open_text_encoder
+from streams import stream
 from waiting import HOUR
 
 ALL = [0, 1, 2]
 
 
 def first(shards: Shards, count: int, **options: int) -> list[Batch]:
-    return list(islice(shards.stream(**{"batch_size": 12, "seed": 5, **options}), count))
+    return list(islice(stream(shards, **{"batch_size": 12, "seed": 5, **options}), count))
 
 
 def test_every_image_is_in_one_cluster_and_split(prepared: Path, shapes: Path) -> None:
     ids = [
         id
         for cluster in ALL
-        for split in ("train", "held-out")
+        for split in ("train", "validation")
         for id in Shards.open(prepared, [cluster], split).ids()  # type: ignore[arg-type]
     ]
     stems = {path.stem for path in shapes.glob("*.png")} - {"broken"}
     assert sorted(ids) == sorted(stems)
-    assert len(Shards.open(prepared, ALL)) + len(Shards.open(prepared, ALL, "held-out")) == 99
+    assert len(Shards.open(prepared, ALL)) + len(Shards.open(prepared, ALL, "validation")) == 99
 
 
 def test_a_row_has_the_latents_and_caption_of_its_image(prepared: Path, shapes: Path) -> None:
@@ -112,9 +113,9 @@ def test_the_number_of_threads_does_not_change_the_batches(prepared: Path) -> No
 
 def test_a_closed_stream_leaves_no_thread(prepared: Path) -> None:
     before = threading.active_count()
-    stream = Shards.open(prepared, ALL).stream(batch_size=4, seed=0, workers=3)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    batches = stream(Shards.open(prepared, ALL), batch_size=4, seed=0, workers=3)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
 
 
@@ -124,13 +125,16 @@ OPEN_AT_EXIT = {
     "a global": "",
     "finalized after other modules": "import queue; queue.stream = stream; del stream",
     "in a reference cycle": "import queue; queue.loop = [stream]; queue.loop.append(queue.loop); del stream",
-    "never read": "import queue; queue.stream = shards.stream(batch_size=4, seed=0); del stream",
+    "never read": "import queue; queue.stream = prefetch(positions(), draw, 1); del stream",
 }
 READ_ONE_BATCH = """
 import sys
+from functools import partial
+from atoll.data.chunks import prefetch
 from atoll.data.dataset import Shards
 shards = Shards.open(sys.argv[1], [0])
-stream = shards.stream(batch_size=4, seed=0, workers=3)
+positions, draw = partial(shards.positions, 4), partial(shards.draw, seed=0)
+stream = prefetch(positions(), draw, 3)
 next(stream)
 """
 
@@ -220,7 +224,7 @@ def test_shards_of_two_preparations_are_not_mixed(prepared: Path, tmp_path: Path
 
 def test_a_batch_size_that_the_world_size_does_not_divide_is_an_error(prepared: Path) -> None:
     with pytest.raises(ValueError, match="a batch of 12 cannot be divided: rank 0, world size 5"):
-        Shards.open(prepared, [0]).stream(batch_size=12, seed=0, world_size=5)
+        Shards.open(prepared, [0]).positions(12, world_size=5)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")

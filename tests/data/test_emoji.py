@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import Options, SourceImage, decode
 from atoll.data.sources.emoji import PACKAGES, STYLES, _package_folder, draw, every_emoji
 from atoll.data.sources.open import open_source
+from atoll.data.sources.source import SourceImage, SourceOptions, decode
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +50,22 @@ def test_captions_and_labels_match_the_emoji(emoji: list[SourceImage]) -> None:
 def test_every_image_has_attribution_and_license(emoji: list[SourceImage]) -> None:
     licenses = {(s.attributes["style"], s.attributes["license"]) for s in emoji}
     assert licenses == {("noto", "OFL-1.1"), ("openmoji", "CC-BY-SA-4.0"), ("twemoji", "CC-BY-4.0")}
-    assert all(s.attributes["attribution"] == STYLES[s.attributes["style"]].attribution for s in emoji)
+    assert all(s.attributes["attribution"] == STYLES[s.attributes["style"]]["attribution"] for s in emoji)
 
 
-def test_a_concept_is_held_out_in_all_styles_and_tones(emoji: list[SourceImage]) -> None:
+def test_a_concept_is_validation_in_all_styles_and_tones(emoji: list[SourceImage]) -> None:
     concepts = {found.code: found.concept for found in every_emoji()}
     sides: dict[str, set[str]] = defaultdict(set)
     for image in emoji:
         sides[concepts[image.id.split("/")[1]]].add(image.split)
     assert all(len(side) == 1 for side in sides.values())
-    fraction = sum(side == {"held-out"} for side in sides.values()) / len(sides)
+    fraction = sum(side == {"validation"} for side in sides.values()) / len(sides)
     assert 0.035 < fraction < 0.065
 
 
 def test_a_larger_val_fraction_includes_the_smaller_one(emoji: list[SourceImage]) -> None:
-    more = {s.id for s in open_source("emoji", Options(val_fraction=0.1)).images() if s.split == "held-out"}
-    assert {s.id for s in emoji if s.split == "held-out"} < more
+    more = {s.id for s in open_source("emoji", SourceOptions(val_fraction=0.1)).images() if s.split == "validation"}
+    assert {s.id for s in emoji if s.split == "validation"} < more
 
 
 def test_styles_categories_and_skin_tones_can_be_selected() -> None:

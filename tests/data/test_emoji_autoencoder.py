@@ -1,4 +1,4 @@
-"""The built-in autoencoder reconstructs images of the held-out split."""
+"""The built-in autoencoder reconstructs images of the validation split."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from atoll.data.sources.base import decode
 from atoll.data.sources.open import open_source
+from atoll.data.sources.source import decode
 from atoll.encoders.autoencoder import EMOJI
 
 
@@ -19,9 +19,9 @@ def network() -> AutoencoderKL:
 
 
 @pytest.fixture(scope="module")
-def held_out() -> Tensor:
-    """Every third held-out emoji, from -1 to 1."""
-    found = [image for image in open_source("emoji").images() if image.split == "held-out"]
+def validation() -> Tensor:
+    """Every third validation emoji, from -1 to 1."""
+    found = [image for image in open_source("emoji").images() if image.split == "validation"]
     pixels = [np.asarray(decode(image.read(), 64)) for image in found[::3]]
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 127.5 - 1
 
@@ -37,10 +37,10 @@ def test_its_files_are_small_and_in_the_layout_of_diffusers() -> None:
 
 
 @torch.inference_mode()
-def test_reconstruction_of_held_out_captions(network: AutoencoderKL, held_out: Tensor) -> None:
+def test_reconstruction_of_validation_captions(network: AutoencoderKL, validation: Tensor) -> None:
     """At least 26 dB, as the mean of each image's PSNR, from the posterior's mean."""
     psnr = []
-    for x in batches(held_out):
+    for x in batches(validation):
         restored = network.decode(network.encode(x).latent_dist.mean).sample.clamp(-1, 1)
         error = ((restored - x) / 2).square().mean(dim=(1, 2, 3))
         psnr.append(-10 * error.log10())
@@ -49,9 +49,9 @@ def test_reconstruction_of_held_out_captions(network: AutoencoderKL, held_out: T
 
 
 @torch.inference_mode()
-def test_latents_suit_a_diffusion_model(network: AutoencoderKL, held_out: Tensor) -> None:
+def test_latents_suit_a_diffusion_model(network: AutoencoderKL, validation: Tensor) -> None:
     """Shape (12, 8, 8), std about 1 with the scaling of the config, no unused channel, noise well below the signal."""
-    posteriors = [network.encode(x).latent_dist for x in batches(held_out)]
+    posteriors = [network.encode(x).latent_dist for x in batches(validation)]
     latents = torch.cat([posterior.mean for posterior in posteriors])
     assert latents.dtype == torch.float32
     assert latents.shape[1:] == (12, 8, 8)

@@ -17,6 +17,7 @@ from atoll.encoders.autoencoder import open_codec
 from atoll.flow import rng
 from autoencoders import write_autoencoder
 from shapes import rewrite
+from streams import stream
 
 ALL = [0, 1, 2]
 FLIP = {"data": {"flip": True}}
@@ -47,7 +48,7 @@ def test_mirrored_pixels_are_those_of_the_mirror_image(flipped: Path, prepared: 
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
         pixels = open_codec("pixels").encode(np.array(image)[None])["mean"][0]
         assert torch.equal(batch.mean[row], pixels.half())
-    for file in (prepared / "data/shards").rglob("*.safetensors"):
+    for file in (prepared / "data/shards").rglob("*-*.safetensors"):
         assert file.read_bytes() == (flipped / file.relative_to(prepared)).read_bytes()
 
 
@@ -65,7 +66,7 @@ def test_latents_of_mirror_images_are_encoded_from_them(encoded: Path, shapes: P
 
 
 def test_only_training_images_have_mirrored_latents_and_the_statistics_are_of_both(encoded: Path) -> None:
-    files = sorted((encoded / "data/shards").rglob("*.safetensors"))
+    files = sorted((encoded / "data/shards").rglob("*-*.safetensors"))
     stored = {file.name.startswith("train"): set(load_file(file)) for file in files}
     assert stored[True] - stored[False] == {"mean_mirrored", "std_mirrored"}
     tensors = [load_file(file) for file in files if file.name.startswith("train")]
@@ -81,10 +82,10 @@ def test_only_training_images_have_mirrored_latents_and_the_statistics_are_of_bo
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_draws_flips_by_position(flipped: Path, world_size: int) -> None:
     shards = Shards.open(flipped, ALL)
-    streams = [shards.stream(12, 7, rank=rank, world_size=world_size) for rank in range(world_size)]
-    batches = [torch.cat([next(stream).mean for stream in streams]) for _ in range(4)]
-    for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
+    streams = [stream(shards, 12, 7, rank=rank, world_size=world_size) for rank in range(world_size)]
+    batches = [torch.cat([next(each).mean for each in streams]) for _ in range(4)]
+    for each in streams:
+        each.close()  # type: ignore[attr-defined]
     positions = np.arange(48, dtype=np.uint64)
     draws = rng.uniform(48, seed=7, stream=FLIP_STREAM, first=0) < 0.5
     expected = shards.read(shards.order(positions, 7)).mean
@@ -101,7 +102,7 @@ def test_half_of_the_images_are_mirrored() -> None:
 
 def test_shards_without_flips_draw_none(prepared: Path) -> None:
     shards = Shards.open(prepared, ALL)
-    batch = next(islice(shards.stream(12, 7), 1))
+    batch = next(islice(stream(shards, 12, 7), 1))
     assert torch.equal(batch.mean, shards.read(batch.index.numpy()).mean)
     assert shards.content.flip is False
 

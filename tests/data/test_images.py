@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from atoll.core.sizes import Size
-from atoll.data.images import BadImage, Limits, decode, fit, image_size, open_image
+from atoll.data import images
+from atoll.data.images import BadImage, decode, fit, image_size, open_image
 from atoll.data.sources.open import open_source
 
 
@@ -34,9 +35,9 @@ def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-def reason(data: bytes, **limits: int) -> str:
+def reason(data: bytes) -> str:
     with pytest.raises(BadImage) as bad:
-        decode(data, 16, limits=Limits(**limits))
+        decode(data, 16)
     return bad.value.reason
 
 
@@ -170,20 +171,22 @@ def test_truncated_files_are_rejected(kind: str, fraction: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_decompression_bomb_is_rejected() -> None:
+def test_a_decompression_bomb_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = encoded(Image.new("1", (12_000, 12_000)))
     assert len(bomb) < 100_000
     assert reason(bomb) == "12000x12000 pixels are more than the limit of 89478485"
-    assert reason(encoded(gradient()), largest=1000) == "48x32 pixels are more than the limit of 1000"
+    monkeypatch.setattr(images, "MAX_PIXELS", 1000)
+    assert reason(encoded(gradient())) == "48x32 pixels are more than the limit of 1000"
 
 
 def test_a_huge_size_in_the_header_is_rejected_before_memory_is_allocated() -> None:
     assert reason(png(60_000, b"", depth=8)).startswith("probably a decompression bomb: Image size (3600000000 pixels)")
 
 
-def test_tiny_images_are_rejected() -> None:
+def test_tiny_images_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(encoded(Image.new("RGB", (1, 1)))) == "1x1 pixels are too few; the limit is 8 on a side"
-    assert decode(encoded(Image.new("RGB", (1, 1))), 16, limits=Limits(smallest=1)).size == (16, 16)
+    monkeypatch.setattr(images, "MIN_SIDE", 1)
+    assert decode(encoded(Image.new("RGB", (1, 1))), 16).size == (16, 16)
 
 
 def test_postscript_is_rejected_so_that_no_program_is_started() -> None:

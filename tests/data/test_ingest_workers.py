@@ -11,7 +11,7 @@ import pytest
 from hard_sources import KINDS, write_source
 
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import open_job, plan, prepare
 from shapes import write_run
 
@@ -47,7 +47,7 @@ def test_the_source_has_repeated_ids_and_scattered_rejects(kinds: Path, kind: st
     assert len(set(index["id"])) == len(index["id"]) >= 30
     assert any("@" in id or id.endswith((".png", ".bmp")) for id in index["id"])
     without = [split for split, captions in zip(index["split"], index["captions"], strict=True) if not captions]
-    assert set(without) == {"train", "held-out"}
+    assert set(without) == {"train", "validation"}
     rejected = pq.ParquetFile(kinds / "whole" / kind / "data/ingest/rejected.parquet")
     groups = [rejected.metadata.row_group(group).num_rows for group in range(rejected.num_row_groups)]
     assert len(groups) == CHUNKS[kind]
@@ -62,11 +62,11 @@ def test_any_number_of_workers_gives_the_same_bytes(
     run = tmp_path / "run"
     config = write_run(run, kinds / kind, data={"chunk": 5, "max_rejects": 0.2})
     for index in order[:-1]:
-        prepare(run, config, ["ingest"], worker=Worker(index, len(order)))
+        prepare(run, config, ["ingest"], worker=WorkerShare(index, len(order)))
         state = plan(open_job(run, config))[0]["state"]
         assert f"this worker is done; all workers together: {state}" in capsys.readouterr().out
         assert state.endswith(f" of {CHUNKS[kind]} chunks")
-    prepare(run, config, ["ingest"], worker=Worker(order[-1], len(order)))
+    prepare(run, config, ["ingest"], worker=WorkerShare(order[-1], len(order)))
     assert ingested(run) == ingested(kinds / "whole" / kind)
 
 
@@ -74,10 +74,10 @@ def test_each_worker_decodes_only_its_chunks(kinds: Path, tmp_path: Path) -> Non
     """Damage to an image after its worker has read it is not noticed by another worker."""
     source, run = write_source("folder", tmp_path / "source"), tmp_path / "run"
     config = write_run(run, source, data={"chunk": 5, "max_rejects": 0.2})
-    prepare(run, config, ["ingest"], worker=Worker(0, 2))
+    prepare(run, config, ["ingest"], worker=WorkerShare(0, 2))
     first = source / "class-0/000.bmp"
     first.write_bytes(bytes(first.stat().st_size))
-    prepare(run, config, ["ingest"], worker=Worker(1, 2))
+    prepare(run, config, ["ingest"], worker=WorkerShare(1, 2))
     assert ingested(run)["rejected.parquet"] == ingested(kinds / "whole/folder")["rejected.parquet"]
 
 
@@ -91,13 +91,13 @@ def test_too_many_rejects_of_all_workers_together_are_an_error(kinds: Path, tmp_
     fifth.write_bytes(bytes(len(good)))  # of the same size, so the fingerprint does not change
     for _ in range(2):
         for index in range(workers - 1):
-            prepare(run, config, ["ingest"], worker=Worker(index, workers))
+            prepare(run, config, ["ingest"], worker=WorkerShare(index, workers))
         with pytest.raises(AtollError, match=r"5 of 37 images are unusable, .* 3x .*; 1x listed in metadata.jsonl"):
-            prepare(run, config, ["ingest"], worker=Worker(workers - 1, workers))
+            prepare(run, config, ["ingest"], worker=WorkerShare(workers - 1, workers))
         assert len(pq.read_table(run / "data/ingest/rejected.parquet")) == 5
     fifth.write_bytes(good)
     for index in range(workers):
-        prepare(run, config, ["ingest"], worker=Worker(index, workers))
+        prepare(run, config, ["ingest"], worker=WorkerShare(index, workers))
     assert ingested(run) == ingested(kinds / "whole/folder")
 
 
@@ -108,7 +108,7 @@ import json, os, random, signal, sys, time, traceback
 from pathlib import Path
 import pandas, PIL.Image, pyarrow.dataset, pyarrow.parquet, rich.console, rich.table, torch
 from atoll.core import config
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import prepare
 
 folder, wanted, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
@@ -120,7 +120,7 @@ def start(run, worker):
         torch.set_num_threads(1)
         sys.stdout = open(os.devnull, "w")
         try:
-            prepare(run, config.load(run, {}), ["ingest"], worker=Worker(worker, 3))
+            prepare(run, config.load(run, {}), ["ingest"], worker=WorkerShare(worker, 3))
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
 from atoll.core.errors import AtollError
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.dataset import Shards
 from atoll.data.prepare import prepare
 from atoll.data.stages.patches import RANGE, Projection, grid_side
@@ -74,8 +74,8 @@ def test_shards_have_the_patches_of_their_images(with_patches: Path, shapes: Pat
         expected = projection.encode(extractor.symmetric_patches(np.array(image)[None], (8, 8)))[0]
         assert (expected.int() - batch.patches[row].int()).abs().max() <= 1  # rounding depends on the batch size
     assert shards.read(rows).patches is None
-    held_out = load_file(next((with_patches / "data/shards").rglob("held-out-*.safetensors")))
-    assert "patches" not in held_out
+    validation = load_file(next((with_patches / "data/shards").rglob("validation-*.safetensors")))
+    assert "patches" not in validation
 
 
 def test_a_mirrored_image_has_the_mirrored_grid(with_patches: Path) -> None:
@@ -99,7 +99,7 @@ def test_several_workers_give_the_same_shards(with_patches: Path, tmp_path: Path
     config = write_run(run, shapes, features={"patch_dimensions": 64}, data={"flip": True})
     prepare(run, config, ["ingest", "latents"])
     for index in (1, 2, 0):
-        prepare(run, config, ["patches"], worker=Worker(index, 3))
+        prepare(run, config, ["patches"], worker=WorkerShare(index, 3))
     prepare(run, config)
     for file in [*(with_patches / "data/patches").iterdir(), *(with_patches / "data/shards").rglob("*.*")]:
         assert file.read_bytes() == (run / file.relative_to(with_patches)).read_bytes(), file

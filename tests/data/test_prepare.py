@@ -1,6 +1,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from atoll.data import chunks
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.index import Index
+from atoll.data.kmeans import nearest_center
 from atoll.data.prepare import STAGES, open_job, prepare, stages_of
 from atoll.data.stages import latents
-from atoll.data.stages.clusters import Assigner, Partition
+from atoll.data.stages.clusters import Partition
 from autoencoders import write_autoencoder
 from shapes import chunk_files, write_run, write_shapes
 
@@ -36,7 +38,7 @@ def test_readable_images_are_indexed_and_others_are_listed_with_the_reason(prepa
     assert len(index["id"]) == len(set(index["id"])) == 99
     assert [row["id"] for row in rejected] == ["broken"]
     assert "0 bytes" in rejected[0]["reason"]
-    assert set(index["split"]) == {"train", "held-out"}
+    assert set(index["split"]) == {"train", "validation"}
     assert index["captions"][index["id"].index("circle-003")] == ["a circle with the number 3"]
 
 
@@ -81,7 +83,7 @@ def test_contact_sheets_omit_unreadable_images(tmp_path: Path) -> None:
 
 
 def test_the_footer_of_a_table_is_read_once(prepared: Path, tmp_path: Path) -> None:
-    index = Index(Artifact(tmp_path, "data/ingest"), Index.open(prepared).manifest)
+    index = replace(Index.open(prepared), artifact=Artifact(tmp_path, "data/ingest"))
     shutil.copytree(prepared / "data/ingest", tmp_path / "data/ingest")
     before = chunks._metadata.cache_info().misses
     ids = [id for chunk in range(7) for id in index.read(chunk, ["id"])["id"]]
@@ -97,18 +99,18 @@ def test_clusters_are_the_kinds_of_shapes(prepared: Path) -> None:
     assert len(pairs) == 3
     report = json.loads((prepared / "data/clusters/report.json").read_text())
     assert report["imbalance"] <= 1.25
-    assert sum(report["sizes"]["train"]) + sum(report["sizes"]["held-out"]) == 99
+    assert sum(report["sizes"]["train"]) + sum(report["sizes"]["validation"]) == 99
     assert report["separation"]["clusters"]["neighbors"] > 0.95 > 0.5 > report["separation"]["random"]["neighbors"]
 
 
 def test_the_saved_rule_gives_the_saved_assignment(prepared: Path) -> None:
     rows = pq.read_table(prepared / "data/clusters/assignments.parquet").to_pydict()
     features = torch.cat([load_file(file)["features"] for file in chunk_files(prepared, "features")])
-    fine, coarse, distance = Assigner.open(prepared)(features)
-    assert fine.tolist() == rows["fine"]
-    assert coarse.tolist() == rows["coarse"]
-    assert_allclose(distance, rows["distance"], atol=1e-5)
     centers = load_file(prepared / "data/clusters/centroids.safetensors")
+    fine, distance = nearest_center(features.float().numpy(), centers["fine"].numpy())
+    assert fine.tolist() == rows["fine"]
+    assert centers["coarse_of_fine"][fine].tolist() == rows["coarse"]
+    assert_allclose(distance, rows["distance"], atol=1e-5)
     brute = (features.float() @ centers["fine"].T).argmax(1)
     assert brute.tolist() == fine.tolist()
 
@@ -155,7 +157,7 @@ def test_a_half_made_stage_is_not_continued_with_other_settings(tmp_path: Path, 
     dense = config.model_copy(update={"clusters": config.clusters.model_copy(update={"count": 1})})
     other = config.model_copy(update={"features": config.features.model_copy(update={"resolution": 72})})
     prepare(run, config, ["ingest"])
-    prepare(run, config, ["features"], worker=Worker(0, 3))
+    prepare(run, config, ["features"], worker=WorkerShare(0, 3))
     prepare(run, dense, ["features"])
     with pytest.raises(AtollError, match="data/features is stale: resolution was 64, now 72"):
         prepare(run, other, ["features"])
@@ -214,7 +216,7 @@ def test_several_workers_divide_each_stage_alone(prepared: Path, tmp_path: Path,
         for index in () if stage.name == "patches" else (2, 0, 1):
             done = {made.name: made.done() for made in stages_of(open_job(run, config))}
             assert not done[stage.name]
-            prepare(run, config, [stage.name], worker=Worker(index, 3))
+            prepare(run, config, [stage.name], worker=WorkerShare(index, 3))
     assert without_settings(run) == without_settings(prepared)
 
 
@@ -289,10 +291,10 @@ def test_an_index_that_was_made_again_updates_what_changed(tmp_path: Path, decod
 
 
 def test_the_worker_option_is_checked() -> None:
-    assert Worker.parse("2/4") == Worker(2, 4)
+    assert WorkerShare.parse("2/4") == WorkerShare(2, 4)
     for text in ("4/4", "x", "1", "-1/2", "1/0"):
         with pytest.raises(AtollError, match="is not i/n with i from 0 to n-1"):
-            Worker.parse(text)
+            WorkerShare.parse(text)
 
 
 def test_several_workers_need_a_divisible_stage(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,7 +395,7 @@ def test_one_cluster_needs_no_features(tmp_path: Path, shapes: Path, method: str
     assert not (run / "data/features").exists()
     assert not (run / "data/text").exists()
     declared = json.loads((run / "data/shards/cluster_000/manifest.json").read_text())["content"]
-    assert declared["rows"]["train"] + declared["rows"]["held-out"] == 99
+    assert declared["rows"]["train"] + declared["rows"]["validation"] == 99
     assert declared["text"] is None
 
 

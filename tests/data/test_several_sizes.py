@@ -19,6 +19,7 @@ from atoll.data.prepare import prepare
 from atoll.encoders.text import open_text_encoder
 from photographs import write_photographs
 from shapes import write_run
+from streams import stream
 
 BUCKETS = {"32x32": (64, 64), "48x24": (96, 48), "24x48": (50, 100), "40x28": (80, 56), "28x40": (63, 90)}
 """The size of each bucket, and that of the images that belong to it."""
@@ -70,7 +71,7 @@ def test_the_manifest_lists_the_sizes_of_the_run(run: Path) -> None:
 def test_a_file_has_one_size_and_files_are_ordered_by_size_and_index(run: Path) -> None:
     for cluster in CLUSTERS:
         sizes = list(Shards.open(run, [cluster]).sizes)
-        for split in ("train", "held-out"):
+        for split in ("train", "validation"):
             files = sorted((run / f"data/shards/cluster_{cluster:03d}").glob(f"{split}-*.safetensors"))
             order, ids = [], []
             for number, file in enumerate(files):
@@ -95,8 +96,8 @@ def test_every_row_has_the_pixels_and_captions_of_its_image(run: Path, source: P
     _, masks, vectors = open_text_encoder("minilm", 12)(texts_in_order)
     number = {text: i for i, text in enumerate(texts_in_order)}
     shapes = {shape: Size.parse(bucket) for bucket, shape in BUCKETS.items()}
-    texts: dict[str, set[str]] = {"train": set(), "held-out": set()}
-    for split in ("train", "held-out"):
+    texts: dict[str, set[str]] = {"train": set(), "validation": set()}
+    for split in ("train", "validation"):
         for file in run.glob(f"data/shards/*/{split}-*.safetensors"):
             tensors, table = load_file(file), pq.read_table(file.with_suffix(".parquet")).to_pydict()
             ends = tensors["captions"].cumsum(0)
@@ -122,8 +123,8 @@ def test_every_row_has_the_pixels_and_captions_of_its_image(run: Path, source: P
                 assert_allclose(tensors["pooled"][own].float(), vectors[chosen], atol=2e-3)
                 assert int(words[own][-1]) <= len(tensors["tokens"])
     assert seen == Counter(dict.fromkeys(wanted, 1))
-    assert not texts["train"] & texts["held-out"]
-    kept = texts["train"] | texts["held-out"]
+    assert not texts["train"] & texts["validation"]
+    kept = texts["train"] | texts["validation"]
     assert len(kept) > 0.7 * sum(map(len, wanted.values()))
 
 
@@ -134,9 +135,9 @@ def test_training_draws_every_size_and_caption_with_flips(run: Path, source: Pat
     texts = [text for captions in wanted.values() for text in captions]
     pooled_of = dict(zip(texts, open_text_encoder("minilm", 12)(texts)[2], strict=True))
     drawn: Counter[int] = Counter()
-    stream = shards.stream(batch_size=8, seed=3)
+    batches = stream(shards, batch_size=8, seed=3)
     for _ in range(60):
-        batch = next(stream)
+        batch = next(batches)
         sizes[Size(*batch.mean.shape[2:])] += len(batch.index)
         for number, pooled in zip(batch.index.tolist(), batch.pooled, strict=True):  # type: ignore[arg-type]
             nearness = torch.stack([pooled_of[text] for text in wanted[ids[number]]]) @ pooled.float()

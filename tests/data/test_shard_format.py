@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import save_file
+import torch
+from safetensors.numpy import load_file, save_file
 
 SIZES = [(8, 12), (8, 8), (12, 4)]
 """Height and width; the first is the most frequent one."""
@@ -30,7 +31,39 @@ def write_cluster(folder: Path, cluster: int, rows: dict[str, list[list[int]]], 
                 ids = [f"{cluster}-{split}-{number}-{row}" for row in range(count)]
                 write_file(stem, ids, rng=rng, size=size, several=several)
                 number += 1
+    write_density(folder, several=several)
     write_manifest(folder, cluster, {split: sum(map(sum, rows[split])) for split in rows}, several=several)
+
+
+def write_density(folder: Path, *, several: bool) -> None:
+    """Write the Gaussians of latents and captions, with three directions, and the counts of the classes."""
+    files = [load_file(file) for file in sorted(folder.glob("train-*.safetensors"))]
+    tensors: dict[str, Any] = {}
+    for size in SIZES if several else SIZES[:1]:
+        latents = [
+            part["mean"].reshape(len(part["mean"]), -1) / 0.5 for part in files if part["mean"].shape[2:] == size
+        ]
+        prefix = "" if size == SIZES[0] else f"{size[1]}x{size[0]}."
+        # A size without images has the statistics of noise here; `atoll prepare` resizes the images of other sizes.
+        rows = np.concatenate(latents) if latents else np.random.default_rng(0).normal(size=(16, 3 * size[0] * size[1]))
+        tensors |= {prefix + name: part for name, part in gaussian(rows, max(1, sum(map(len, latents)))).items()}
+    firsts = [np.cumsum(part["captions"]) - part["captions"] if several else slice(None) for part in files]
+    pooled = np.concatenate([part["pooled"][first] for part, first in zip(files, firsts, strict=True)])
+    tensors |= {f"caption.{name}": part for name, part in gaussian(pooled, 1).items()}
+    label = np.concatenate([part["label"] for part in files])
+    tensors["classes"] = np.bincount(label[label >= 0], minlength=len(LABELS))
+    save_file({name: np.asarray(part, np.float32) for name, part in tensors.items()}, folder / "cluster.safetensors")
+
+
+def gaussian(rows: Any, count: int) -> dict[str, Any]:
+    rows = rows.astype(np.float64)
+    _, values, directions = np.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    variances = values**2 / len(rows)
+    rest = variances[3:].sum() / (rows.shape[1] - 3)
+    return {
+        "mean": rows.mean(0), "directions": directions[:3], "variances": variances[:3] - rest,
+        "rest": rest, "count": count,
+    }  # fmt: skip
 
 
 def write_file(stem: Path, ids: list[str], *, rng: np.random.Generator, size: tuple[int, int], several: bool) -> None:
@@ -66,7 +99,8 @@ def write_manifest(folder: Path, cluster: int, rows: dict[str, int], *, several:
     content = {
         "cluster": cluster, "clusters": 2, "rows": rows, "labels": LABELS, "source": "made by a test",
         "fingerprint": "1", "statistics": STATISTICS, "flip": True, "patches": None,
-        "latents": {**latents, "sizes": SIZES if several else None}, "text": {**text, "captions": several},
+        "latents": {**latents, "sizes": SIZES if several else None},
+        "text": {**text, "captions": several, "base": None},
     }  # fmt: skip
     files = {
         file.name: {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "size": file.stat().st_size}
@@ -78,10 +112,10 @@ def write_manifest(folder: Path, cluster: int, rows: dict[str, int], *, several:
     (folder / "manifest.json").write_text(data, encoding="utf-8")
 
 
-ONE = {"train": [[20, 13], [], []], "held-out": [[5], [], []]}
+ONE = {"train": [[20, 13], [], []], "validation": [[5], [], []]}
 SEVERAL = [
-    {"train": [[20, 9], [14], [7]], "held-out": [[5], [3], []]},
-    {"train": [[16], [], [11]], "held-out": [[4], [], [2]]},
+    {"train": [[20, 9], [14], [7]], "validation": [[5], [3], []]},
+    {"train": [[16], [], [11]], "validation": [[4], [], [2]]},
 ]
 
 
@@ -106,6 +140,8 @@ def test_an_expert_trains_on_shards_that_the_page_describes(tmp_path: Path, seve
     from atoll.core.config import load
     from atoll.core.manifests import EXPERT, SHARDS
     from atoll.data.dataset import Shards
+    from atoll.data.density import fit_density
+    from atoll.experts.run import expert_of_run
     from atoll.train.job import train_job
     from atoll.train.spec import resolve_job
     from atoll.verify.untrusted import strict_manifest
@@ -123,9 +159,18 @@ def test_an_expert_trains_on_shards_that_the_page_describes(tmp_path: Path, seve
     found = Artifact(run, "experts/001/final").read(EXPERT, verify=True)
     assert found.compute is not None
     assert found.compute.images == 48
-    assert found.held_out_loss is not None
-    assert np.isfinite(found.held_out_loss)
+    assert found.validation_loss is not None
+    assert np.isfinite(found.validation_loss)
     assert found.latents.sizes == (tuple(SIZES) if several else None)
+    # Its density is the one of the shards, for the same sizes and conditions as the one that Atoll fits to them.
+    density, fitted = expert_of_run(run, "experts/001").density, fit_density(Shards.open(run, [1]))
+    assert density is not None
+    assert fitted is not None
+    assert density.tensors().keys() == fitted.tensors().keys()
+    assert density.images == fitted.images
+    assert density.classes is not None
+    assert torch.equal(density.classes, fitted.classes)
+    torch.testing.assert_close(density.caption.mean, fitted.caption.mean, atol=1e-3, rtol=1e-3)
 
 
 def test_the_page_names_every_tensor_column_and_field() -> None:
@@ -135,6 +180,6 @@ def test_the_page_names_every_tensor_column_and_field() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/shards.md").read_text(encoding="utf-8")
     fields = {name for kind in (ShardsContent, LatentSpec, TextSpec) for name in kind.model_fields}
     tensors = {"mean", "std", "mean_mirrored", "std_mirrored", "tokens", "lengths", "pooled", "captions", "weights"}
-    assert [
-        name for name in sorted(fields | tensors | {"id", "caption", "attributes"}) if f"`{name}`" not in page
-    ] == []
+    density = {"directions", "variances", "rest", "count", "classes", "cluster.safetensors"}
+    names = fields | tensors | density | {"id", "caption", "attributes"}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

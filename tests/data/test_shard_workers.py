@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core import config as configuration
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import open_job, plan, prepare
 
 
@@ -32,7 +32,7 @@ def test_each_worker_writes_its_clusters(
     config, written = configuration.load(run), set()
     clusters = config.clusters.count
     for index in order:
-        prepare(run, config, ["shards"], worker=Worker(index, len(order)))
+        prepare(run, config, ["shards"], worker=WorkerShare(index, len(order)))
         written |= {f"cluster_{cluster:03d}" for cluster in range(index, clusters, len(order))}
         assert {name.partition("/")[0] for name in shards(run)} == written
         assert shards(run) == {name: data for name, data in expected.items() if name.partition("/")[0] in written}
@@ -54,7 +54,7 @@ import os, signal, sys
 from pathlib import Path
 import pyarrow.parquet, safetensors.torch, torch
 from atoll.core import artifacts, config
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import open_job, plan, prepare
 
 run, kills = Path(sys.argv[1]), 0
@@ -74,7 +74,7 @@ def start(index, survived):
     artifacts._flush = killing
     torch.set_num_threads(1)
     try:
-        prepare(run, config.load(run), ["shards"], worker=Worker(index, 2))
+        prepare(run, config.load(run), ["shards"], worker=WorkerShare(index, 2))
         os._exit(0)
     finally:
         os._exit(1)

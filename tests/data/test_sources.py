@@ -18,10 +18,10 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
-from atoll.data.sources.base import BadImage, Options, Source, SourceImage, describe
 from atoll.data.sources.fields import Ids
-from atoll.data.sources.folder import folders
+from atoll.data.sources.image_folder import folders
 from atoll.data.sources.open import find_kind, open_source
+from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, describe, survey
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_images_can_be_pickled(name: str, dozen: list[SourceImage], tmp_path: Pa
 def test_fingerprint_follows_the_content(name: str, dozen: list[SourceImage], tmp_path: Path) -> None:
     all_of_it = open_source(FORMATS[name](dozen, tmp_path / "a" / "data")).fingerprint
     less = open_source(FORMATS[name](dozen[1:], tmp_path / "b" / "data")).fingerprint
-    other_split = open_source(tmp_path / "a" / "data", Options(val_fraction=0.5)).fingerprint
+    other_split = open_source(tmp_path / "a" / "data", SourceOptions(val_fraction=0.5)).fingerprint
     assert len({all_of_it, less, other_split}) == 3
 
 
@@ -218,23 +218,23 @@ def test_a_class_number_of_minus_one_is_none(dozen: list[SourceImage], tmp_path:
     rows = [{"uid": s.id, "image": s.read(), "kind": number} for s, number in zip(dozen, (1, 0, -1), strict=False)]
     table = pa.Table.from_pylist(rows).replace_schema_metadata({"huggingface": json.dumps(names)})
     pq.write_table(table, tmp_path / "t.parquet")
-    found = content(open_source(tmp_path / "t.parquet", Options(label="kind", id="uid")))
+    found = content(open_source(tmp_path / "t.parquet", SourceOptions(label="kind", id="uid")))
     assert sorted((s.label or "") for s in found.values()) == ["", "cat", "dog"]
 
 
 def test_equal_captions_are_in_one_split(dozen: list[SourceImage], tmp_path: Path) -> None:
-    source = open_source(as_txt(dozen, tmp_path / "data"), Options(val_fraction=0.5))
+    source = open_source(as_txt(dozen, tmp_path / "data"), SourceOptions(val_fraction=0.5))
     sides: dict[str | None, set[str]] = {}
     for image in source.images():
         sides.setdefault(image.caption, set()).add(image.split)
     assert all(len(side) == 1 for side in sides.values())
-    assert {"train", "held-out"} == set().union(*sides.values())
+    assert {"train", "validation"} == set().union(*sides.values())
 
 
 def test_columns_can_be_given_as_options(dozen: list[SourceImage], tmp_path: Path) -> None:
     rows = [{"uid": s.id, "data": s.read(), "alt": s.caption, "caption": "wrong", "kind": 7} for s in dozen]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    options = Options(image="data", caption="alt", label="kind", id="uid")
+    options = SourceOptions(image="data", caption="alt", label="kind", id="uid")
     found = content(open_source(tmp_path / "t.parquet", options))
     assert {(s.id, s.caption, s.label) for s in found.values()} == {(s.id, s.caption, "7") for s in dozen}
 
@@ -275,7 +275,7 @@ def test_many_repeats_of_a_key_take_linear_time() -> None:
 
 
 def test_every_key_is_used_once_however_many_there_are() -> None:
-    ids, keys = Ids(), [f"image {number}" for number in range(5_000)]  # the table of hashes grows three times
+    ids, keys = Ids(), [f"image {number}" for number in range(5_000)]
     assert [ids.unique(key, lambda: "a") for key in keys] == keys
     assert [ids.unique(key, lambda: "b") for key in keys] == [f"{key}@b" for key in keys]
     assert ids.unique("\ud800", lambda: "c") == "\ud800"  # JSON may have such keys
@@ -391,20 +391,20 @@ def test_a_pattern_or_a_single_file_is_a_source(dozen: list[SourceImage], tmp_pa
 @pytest.mark.parametrize(
     ("spec", "options", "words"),
     [
-        ("./no/such/folder", Options(), "no such file or folder"),
-        ("{tmp}", Options(), "has no images, tars or parquet files"),
-        ("{tmp}/a.tar.gz", Options(), "unpack it first"),
-        ("{tmp}/a.parquet", Options(), "not a parquet file"),
-        ("{tmp}", Options(kind="parquet"), "not a parquet file"),
-        ("{tmp}/*.tar", Options(), "no .tar file found"),
-        ("{tmp}", Options(kind="folderr"), "did you mean 'folder'"),  # type: ignore[arg-type]
-        ("{tmp}", Options(val_fraction=1.0), "val_fraction is 1.0"),
-        ("emoji:style=noto", Options(), "did you mean 'styles'"),
-        ("emoji:styles=notto", Options(), "did you mean 'noto'"),
-        ("emoji:categories=food", Options(), "did you mean 'food-drink'"),
+        ("./no/such/folder", SourceOptions(), "no such file or folder"),
+        ("{tmp}", SourceOptions(), "has no images, tars or parquet files"),
+        ("{tmp}/a.tar.gz", SourceOptions(), "unpack it first"),
+        ("{tmp}/a.parquet", SourceOptions(), "not a parquet file"),
+        ("{tmp}", SourceOptions(kind="parquet"), "not a parquet file"),
+        ("{tmp}/*.tar", SourceOptions(), "no .tar file found"),
+        ("{tmp}", SourceOptions(kind="folderr"), "did you mean 'folder'"),  # type: ignore[arg-type]
+        ("{tmp}", SourceOptions(val_fraction=1.0), "val_fraction is 1.0"),
+        ("emoji:style=noto", SourceOptions(), "did you mean 'styles'"),
+        ("emoji:styles=notto", SourceOptions(), "did you mean 'noto'"),
+        ("emoji:categories=food", SourceOptions(), "did you mean 'food-drink'"),
     ],
 )
-def test_an_unusable_source_is_an_error(spec: str, options: Options, words: str, tmp_path: Path) -> None:
+def test_an_unusable_source_is_an_error(spec: str, options: SourceOptions, words: str, tmp_path: Path) -> None:
     if "parquet" not in spec and options.kind != "parquet":
         (tmp_path / "a.tar.gz").write_bytes(b"x")
     else:
@@ -416,7 +416,7 @@ def test_an_unusable_source_is_an_error(spec: str, options: Options, words: str,
 def test_the_error_names_missing_columns(dozen: list[SourceImage], tmp_path: Path) -> None:
     folder = as_parquet(dozen, tmp_path / "data")
     with pytest.raises(AtollError, match=r"unknown column 'captoin' \(did you mean 'caption'"):
-        open_source(folder, Options(caption="captoin"))
+        open_source(folder, SourceOptions(caption="captoin"))
     pq.write_table(pa.table({"caption": ["x"]}), tmp_path / "no.parquet")
     with pytest.raises(AtollError, match="no column of images"):
         open_source(tmp_path / "no.parquet")
@@ -431,7 +431,9 @@ def test_an_unknown_dataset_name_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_describe_prints_kind_number_and_examples(dozen: list[SourceImage], tmp_path: Path) -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     source = open_source(as_txt(dozen, tmp_path / "data"))
-    assert describe(source, console=console) == (12, 12, 3)
+    found = survey(source)
+    assert (found.images, found.train, found.labels) == (12, 12, 3)
+    describe(found, console=console)
     printed = console.export_text()
     assert printed.startswith("folder of images with .txt captions: 12 images, ")
     assert sum(image.id in printed for image in dozen) == 5
@@ -441,7 +443,7 @@ def test_describe_prints_one_line_per_example_at_80_columns() -> None:
     """The emoji of the demo have long attributes, and some have long ids and captions."""
     console = Console(record=True, width=80, file=io.StringIO())
     source = open_source(str(PRESETS["demo"]["data"]["source"]))  # type: ignore[index]
-    describe(source, examples=40, console=console)
+    describe(survey(source, examples=40), console=console)
     lines = console.export_text().splitlines()
     rows = [line for line in lines if line.startswith("│")]
     assert len(rows) == 40
@@ -451,7 +453,7 @@ def test_describe_prints_one_line_per_example_at_80_columns() -> None:
         assert id.startswith("twemoji/")
         assert len(caption) > 2
         assert len(label) > 2
-        assert split in ("train", "held-out")
+        assert split in ("train", "validation")
     assert lines[-1] == "attributes: style, category, attribution, license"
 
 
@@ -546,7 +548,7 @@ def test_unusable_tar_members(dozen: list[SourceImage], tmp_path: Path) -> None:
     assert reason(found["latin"]).startswith("its caption is not UTF-8")
     assert reason(found["json"]).startswith("its .json is not JSON")
     assert (found["plain"].caption, found["plain"].label) == ("from json", "3")
-    asked = content(open_source(tmp_path, Options(caption="alt")))
+    asked = content(open_source(tmp_path, SourceOptions(caption="alt")))
     assert reason(asked["plain"]) == "its metadata has no 'alt', only caption, label"
 
 
@@ -562,7 +564,7 @@ def test_a_row_without_an_image_is_unreadable(dozen: list[SourceImage], tmp_path
 def test_the_id_column_can_also_be_the_label(dozen: list[SourceImage], tmp_path: Path, id: str | None) -> None:
     rows = [{"key": "cat", "filename": "1.png", "image": dozen[0].read()}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    (image,) = open_source(tmp_path, Options(label="key", id=id)).images()
+    (image,) = open_source(tmp_path, SourceOptions(label="key", id=id)).images()
     assert (image.id, image.label, image.read()) == ("cat" if id else "1", "cat", dozen[0].read())
 
 

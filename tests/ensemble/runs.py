@@ -1,19 +1,21 @@
 """Runs with networks of random weights: the files of a trained run, without the training."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from PIL import Image
 from torch import nn
 
 from atoll import flow
 from atoll.core import manifests
-from atoll.core.artifacts import Artifact, Kind
+from atoll.core.artifacts import Artifact, ArtifactKind
 from atoll.core.networks import read_network
+from atoll.data.density import DENSITY_FILE, Density
 from atoll.encoders.text import weights_of
-from atoll.experts.density import DENSITY_FILE, Density
 from atoll.nets import build, save_network
 
 SMALL = {
@@ -58,7 +60,7 @@ def declared_by(
 def write_network(run: Path, job: str, declared: dict[str, Any], seed: int = 0) -> None:
     """Commit a network as a training job would."""
     artifact = Artifact(run, f"{job}/final")
-    kind: Kind[Any] = manifests.ROUTER if job == "router" else manifests.EXPERT
+    kind: ArtifactKind[Any] = manifests.ROUTER if job == "router" else manifests.EXPERT
     artifact.begin(kind, {"job": job})
     network = randomized(build(read_network(declared["network"])), seed)
     declared = {**declared, "network": network.config}
@@ -113,3 +115,10 @@ def write_run(
     sizes = {"cluster_sizes": [1] * len(objectives), "prior_entropy": 0.0, "temperature": 1.0}
     write_network(run, "router", {**declared, **sizes}, seed=30)
     return run
+
+
+def read_settings(file: Path | str) -> dict[str, object]:
+    """Return the settings with which an image was sampled."""
+    with Image.open(file) as image:
+        settings: dict[str, object] = json.loads(image.info["atoll"])
+    return settings

@@ -3,39 +3,33 @@
 import pytest
 import torch
 
-from atoll.ensemble.batching import ExpertBatches, padded_size
+from atoll.ensemble.ensemble import expert_batches, padded_size
 
 WEIGHTS = torch.tensor([[0.0, 1.0, 0.0], [0.25, 0.75, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
 
 
-def sum_of_terms(batches: ExpertBatches, values: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum (rows,) of values (experts, rows) as the ensemble computes it."""
-    total = torch.zeros(values.shape[1])
-    for expert, span in batches.spans.items():
-        rows = batches.row[span]
-        total.index_add_(0, rows, values[expert][rows] * batches.weight[span])
-    return total
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_batches_hold_every_nonzero_weight_once(padded: bool) -> None:
-    batches = ExpertBatches.of(WEIGHTS, padded=padded)
+    row, weight, spans = expert_batches(WEIGHTS, padded=padded)
     values = torch.arange(15.0).view(3, 5)
-    torch.testing.assert_close(sum_of_terms(batches, values), (WEIGHTS.T * values).sum(0))
-    sizes = [span.stop - span.start for span in batches.spans.values()]
+    total = torch.zeros(5)  # the weighted sum (rows,) as the ensemble computes it
+    for expert, span in spans.items():
+        total.index_add_(0, row[span], values[expert][row[span]] * weight[span])
+    torch.testing.assert_close(total, (WEIGHTS.T * values).sum(0))
+    sizes = [span.stop - span.start for span in spans.values()]
     assert sizes == [2, 4, 1]
-    assert len(batches.row) == len(batches.weight) == sum(sizes)
-    assert (batches.weight > 0).all(), "these sizes need no padding"
+    assert len(row) == len(weight) == sum(sizes)
+    assert (weight > 0).all(), "these sizes need no padding"
 
 
 def test_padding_repeats_a_row_with_weight_zero() -> None:
     weights = torch.zeros(7, 3)
     weights[:5, 0] = weights[5:, 2] = 1.0
-    plain, padded = (ExpertBatches.of(weights, padded=padded) for padded in (False, True))
-    assert plain.spans == {0: slice(0, 5), 2: slice(5, 7)}
-    assert padded.spans == {0: slice(0, 6), 2: slice(6, 8)}
-    assert padded.row.tolist() == [0, 1, 2, 3, 4, 4, 5, 6]
-    assert padded.weight.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
+    assert expert_batches(weights, padded=False)[2] == {0: slice(0, 5), 2: slice(5, 7)}
+    row, weight, spans = expert_batches(weights, padded=True)
+    assert spans == {0: slice(0, 6), 2: slice(6, 8)}
+    assert row.tolist() == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert weight.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
 
 
 def test_there_are_few_sizes_with_little_padding() -> None:

@@ -186,7 +186,7 @@ def test_a_dense_model_is_an_ensemble_of_one_expert(run: Path) -> None:
     whole = atoll.load(run).ensemble
     for model, number in (("expert:1", 1), ("monolith", None), ("student", None)):
         dense = atoll.load(run, model).ensemble
-        assert len(dense.experts) == 1
+        assert len(dense.declarations) == 1
         assert dense.router is None
         got = dense.velocity(given["x"], given["t"], conditions)
         if number is not None:

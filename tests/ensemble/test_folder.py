@@ -25,12 +25,12 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import PIPELINE
 from atoll.ensemble import Ensemble
 from atoll.ensemble.sampler import NOISE_STREAM
-from atoll.experts.expert import ExpertReference
+from atoll.experts.expert import NetworkReference
 from atoll.experts.run import expert_of_run
 from atoll.flow import rng
 from atoll.nets import Condition
-from convert.paris_release import Paris
 from ensemble.runs import declared_by, write_network
+from models.paris_release import Paris
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -142,7 +142,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(conditioned_export: P
     for harmless in ("NOTES.md", "sample.png", ".gitattributes", ".cache/huggingface/x.json", "snapshot.json"):
         (folder / harmless).parent.mkdir(parents=True, exist_ok=True)
         (folder / harmless).write_text("{}")
-    assert len(atoll.load(folder).ensemble.experts) == 3
+    assert len(atoll.load(folder).ensemble.declarations) == 3
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("{}")
     for opener in (atoll.load, AtollPipeline.from_pretrained):
@@ -177,7 +177,7 @@ def test_a_foreign_folder_is_an_error(conditioned_export: Path, tmp_path: Path) 
         AtollError, match=r"there is no model 'student' in .*its models are experts, and expert:0 to expert:2"
     ):
         atoll.load(conditioned_export, "student")
-    assert len(atoll.load(conditioned_export, "expert:2").ensemble.experts) == 1
+    assert len(atoll.load(conditioned_export, "expert:2").ensemble.declarations) == 1
 
 
 def test_a_name_on_the_hub_is_found_in_its_cache(
@@ -305,7 +305,7 @@ def test_the_paris_release_gives_the_images_of_its_reference_sampler(release: Pa
 def test_one_expert_of_a_release_needs_no_router(release: Path, tmp_path: Path) -> None:
     alone = Path(shutil.copytree(release, tmp_path / "alone"))
     shutil.rmtree(alone / "router")
-    assert atoll.load(alone, "expert:1").ensemble.experts[0].name == "expert_1"
+    assert atoll.load(alone, "expert:1").ensemble.declarations[0].name == "expert_1"
     with pytest.raises(AtollError, match="router is missing"):
         atoll.load(alone)
 
@@ -314,7 +314,7 @@ def test_a_release_may_name_a_custom_pipeline(release: Path, tmp_path: Path) -> 
     """diffusers names the class of a custom pipeline by a list."""
     custom = Path(shutil.copytree(release, tmp_path / "custom"))
     (custom / "model_index.json").write_text(json.dumps({"_class_name": ["pipeline", "ParisPipeline"]}))
-    assert len(atoll.load(custom).ensemble.experts) == 3
+    assert len(atoll.load(custom).ensemble.declarations) == 3
 
 
 def test_a_damaged_release_is_an_error(release: Path, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_a_damaged_release_is_an_error(release: Path, tmp_path: Path) -> None:
         atoll.load(release_file.parent.parent)
 
 
-def write_expert(run: Path, statistics: dict[str, list[float]]) -> ExpertReference:
+def write_expert(run: Path, statistics: dict[str, list[float]]) -> NetworkReference:
     """An expert on the release's latents and text, as if it had been trained here."""
     network = {"_class_name": "DiT", "width": 32, "depth": 1, "heads": 2, "size": 8, "text_width": TEXT}
     declared = declared_by("experts/001", [1], network, ["text"], statistics)
@@ -380,7 +380,7 @@ def test_an_autoencoder_without_scaling_factor_has_the_default_of_its_class(rele
     """As stabilityai/sd-vae-ft-mse, which the release names: its config.json has no scaling_factor."""
     folder = Path(shutil.copytree(release, tmp_path / "release"))
     change_json(folder / "vae" / "config.json", lambda config: config.pop("scaling_factor"))
-    assert atoll.load(folder).ensemble.space == atoll.load(release).ensemble.space
+    assert atoll.load(folder).ensemble.normalization == atoll.load(release).ensemble.normalization
     change_json(folder / "vae" / "config.json", lambda config: config.update(scaling_factor=None))
     with pytest.raises(AtollError, match=r"vae/config.json has no scaling_factor"):
         atoll.load(folder)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ideal_ensemble import ideal_ensemble, normalize_mixture
 from oracles import FLOAT, random_mixture
 
 from atoll import flow
@@ -9,7 +10,6 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import LatentScale
 from atoll.encoders.autoencoder import Statistics
 from atoll.ensemble import RoutingState
-from atoll.ensemble.analytic import ideal_ensemble, normalize_mixture
 from atoll.experts.expert import DeviceOptions
 
 OBJECTIVES = ["flow-matching", "ddpm", "x0", "v-prediction", "ddpm-linear", "ve-x0"]
@@ -87,7 +87,7 @@ def test_an_uncalibrated_bfloat16_expert_is_bounded_near_noise() -> None:
     assert error < 1
 
 
-SPACES = [
+NORMALIZATIONS = [
     Statistics((0.5, -1.0, 0.2), (2.0, 2.0, 2.0)),
     Statistics((0.0, 0.0, 0.0), (0.3, 0.3, 0.3)),
     Statistics((-0.7, 0.1, 0.0), (1.0, 1.0, 1.0)),
@@ -95,7 +95,7 @@ SPACES = [
 ]
 
 
-SPACES_BY_SCALE = [Statistics.of_scale(LatentScale(*factors), 3) for factors in ((0.18215,), (0.36, 0.12))]
+SCALES = [Statistics.of_scale(LatentScale(*factors), 3) for factors in ((0.18215,), (0.36, 0.12))]
 
 
 @pytest.mark.parametrize("objectives", [["flow-matching"], ["ddpm", "x0"]])
@@ -103,7 +103,7 @@ def test_experts_with_other_scales_and_shifts_of_latents_form_one_model(objectiv
     """The latents are those of the router; one expert has the scale of Stable Diffusion, one that of FLUX."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
-    ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, spaces=SPACES_BY_SCALE)
+    ensemble = ideal_ensemble(mixture, [[0, 1, 2], [3, 4, 5]], objectives, normalizations=SCALES)
     torch.testing.assert_close(velocity(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
@@ -112,10 +112,10 @@ def test_experts_with_different_statistics_give_the_common_velocity(objectives: 
     """Each was trained on data scaled and shifted differently; together they are the exact velocity."""
     mixture = random_mixture()
     x, t = states(mixture, 300)
-    ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, spaces=SPACES)
+    ensemble = ideal_ensemble(mixture, CLUSTERS, objectives, normalizations=NORMALIZATIONS)
     torch.testing.assert_close(velocity(ensemble, x, t, routing="full"), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
     common = ideal_ensemble(mixture, [[k] for k in range(6)])
-    apart = ideal_ensemble(mixture, [[k] for k in range(6)], spaces=[*SPACES, *SPACES[:2]])
+    apart = ideal_ensemble(mixture, [[k] for k in range(6)], normalizations=[*NORMALIZATIONS, *NORMALIZATIONS[:2]])
     states_of = (x.float().view(*x.shape, 1, 1), t.float())
     near = [ensemble.route(*states_of, routing="nearest:full") for ensemble in (common, apart)]
     assert (near[0] - near[1]).abs().mean() < 0.01
@@ -124,21 +124,21 @@ def test_experts_with_different_statistics_give_the_common_velocity(objectives: 
 def test_the_rescaling_is_exact_near_both_ends_of_time() -> None:
     mixture = random_mixture()
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=FLOAT)
-    ensemble = ideal_ensemble(mixture, [list(range(6))], spaces=SPACES[:1])
+    ensemble = ideal_ensemble(mixture, [list(range(6))], normalizations=NORMALIZATIONS[:1])
     for time in (1.0, 0.999, 0.02):
         t = torch.full((50,), time, dtype=FLOAT)
         torch.testing.assert_close(velocity(ensemble, x, t), mixture.velocity(x, t), atol=3e-3, rtol=3e-3)
 
 
 def test_different_scales_for_the_channels_are_an_error() -> None:
-    uneven = Statistics((0.0, 0.0, 0.0), (1.0, 2.0, 1.0))
+    plain, uneven = NORMALIZATIONS[3], Statistics((0.0, 0.0, 0.0), (1.0, 2.0, 1.0))
     with pytest.raises(AtollError, match=r"0.5 to 1 times.*strength in each channel"):
-        ideal_ensemble(random_mixture(), CLUSTERS, spaces=[SPACES[3], uneven, SPACES[3], SPACES[3]])
+        ideal_ensemble(random_mixture(), CLUSTERS, normalizations=[plain, uneven, plain, plain])
 
 
 def test_a_normalized_mixture_is_the_same_data() -> None:
-    mixture, space = random_mixture(), SPACES[0]
+    mixture, normalization = random_mixture(), NORMALIZATIONS[0]
     x = mixture.sample(1000, torch.Generator().manual_seed(0))
-    y = normalize_mixture(mixture, space).sample(1000, torch.Generator().manual_seed(0))
-    back = space.denormalize(y.view(-1, 3, 1, 1)).flatten(1)
+    y = normalize_mixture(mixture, normalization).sample(1000, torch.Generator().manual_seed(0))
+    back = normalization.denormalize(y.view(-1, 3, 1, 1)).flatten(1)
     torch.testing.assert_close(back.mean(0), x.mean(0), atol=1e-9, rtol=0)

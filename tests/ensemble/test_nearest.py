@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ideal_ensemble import ideal_ensemble
 from oracles import random_mixture
 from scipy.stats import multivariate_normal
 
 import atoll
+from atoll.data.density import CAPTION_WEIGHT, Density
 from atoll.ensemble import Ensemble
-from atoll.ensemble.analytic import ideal_ensemble
-from atoll.experts.density import CAPTION_WEIGHT, Density
 from atoll.nets import Condition
 from ensemble.runs import cluster_density
 

@@ -12,11 +12,10 @@ from PIL import Image
 import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
-from atoll.ensemble.images import read_settings
-from atoll.experts.quantize import Int8Linear, quantize
+from atoll.experts.expert import Int8Linear, quantize
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
-from ensemble.runs import write_run
+from ensemble.runs import read_settings, write_run
 
 PROMPTS = ["a red circle", "a green square"]
 QUICK = {"steps": 4, "guidance_scale": 3.0}

@@ -17,14 +17,14 @@ from atoll.core.manifests import LatentSpec
 from atoll.core.networks import DiTConfig
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
+from atoll.data.density import MIN_IMAGES_WITH_DIRECTIONS, RANK, Density, fit_density, resized
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.encoders import Encoders
 from atoll.ensemble import Ensemble, Sampler
-from atoll.ensemble.images import read_settings
-from atoll.experts.density import MIN_IMAGES_WITH_DIRECTIONS, RANK, Density, fit_density, resized
-from atoll.experts.expert import Declaration, ExpertReference
+from atoll.experts.expert import Declaration, NetworkReference
 from atoll.experts.validation import ValidationSet
 from atoll.flow import rng
+from ensemble.runs import read_settings
 from sized import LABELS, ROWS, SIZES
 
 QUICK = {"steps": 3, "guidance_scale": 2.0}
@@ -103,11 +103,11 @@ def test_nearest_routing_is_the_posterior_by_the_densities_of_the_size(sized_run
 
 
 def test_validation_batches_have_one_size_and_contain_every_image(sized_run: Path) -> None:
-    shards = Shards.open(sized_run, [0, 1], "held-out")
-    held_out = ValidationSet(shards, 3)
-    parts = list(held_out.batches(torch.device("cpu")))
+    shards = Shards.open(sized_run, [0, 1], "validation")
+    validation = ValidationSet(shards, 3)
+    parts = list(validation.batches(torch.device("cpu")))
     seen = torch.cat([part.batch.index for part in parts])
-    assert len(held_out) == len(seen) == 10 * sum(sum(rows["held-out"]) for rows in ROWS.values())
+    assert len(validation) == len(seen) == 10 * sum(sum(rows["validation"]) for rows in ROWS.values())
     assert sorted(seen.tolist()) == sorted(10 * list(range(len(shards))))
     parts.sort(key=lambda part: part.first)
     ends = np.cumsum([len(part.batch.index) for part in parts]).tolist()
@@ -154,7 +154,7 @@ def test_an_analytic_expert_samples_a_size_that_is_not_square() -> None:
         Statistics((0.0,) * 3, (1.0,) * 3),
     )
     declaration = Declaration("expert", (0,), network, frozenset(), plain, latents, None, (), flow.Objective().bridge())
-    ensemble = Ensemble([ExpertReference(declaration, GaussianVelocity, 0)])
+    ensemble = Ensemble([NetworkReference(declaration, GaussianVelocity, 0)])
     sampler = Sampler(ensemble, Encoders.of(latents, None))
     for size in (Size(12, 20), Size(16, 16)):
         made = sampler.generate(num_images=3, size=size, steps=200, solver="heun", guidance_scale=1.0, seed=5)

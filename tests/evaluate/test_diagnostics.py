@@ -71,8 +71,8 @@ def test_images_of_missing_experts_count_only_where_their_expert_is_not_needed()
     assert whole.own_cluster_error.mean == pytest.approx(2.0)
     assert whole.other_clusters_error.mean == pytest.approx(10 / 3)
     assert whole.router.accuracy.mean == pytest.approx(2 / 3)
-    assert whole.router_choice.is_best_share.mean == pytest.approx(1 / 3)
-    assert whole.router_choice.chosen_error.mean == pytest.approx(10 / 3)
+    assert whole.router_choice_is_best.mean == pytest.approx(1 / 3)
+    assert whole.router_choice_error.mean == pytest.approx(10 / 3)
     assert partial.own_cluster_error.mean == 1.0
     assert partial.router.accuracy.mean == 1.0
     assert partial.velocity_error == whole.velocity_error

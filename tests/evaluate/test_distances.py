@@ -11,7 +11,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
-from atoll.apps.evaluate.results import Spread
+from atoll.apps.evaluate.results import Protocol, Spread
 
 
 def features(count: int, dimensions: int, seed: int, shift: float = 0.0) -> Tensor:
@@ -142,7 +142,7 @@ def test_pairwise_mean_and_spread() -> None:
     distances = torch.tensor([[[0.0, 1, 2], [1, 0, 3], [2, 3, 0]], [[0, 4, 4], [4, 0, 4], [4, 4, 0]]])
     means = pairwise_mean(distances)
     assert means.tolist() == [2, 4]
-    spread = Spread.of(means)
+    spread = Spread.of(means, Protocol.model_construct())
     assert (spread.mean, spread.items) == (3, 2)
     assert spread.standard_error == pytest.approx(1.0)
     with pytest.raises(ValueError, match="2 seeds"):

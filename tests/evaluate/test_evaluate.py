@@ -11,21 +11,26 @@ import pytest
 import torch
 
 from atoll import cli
-from atoll.apps.evaluate import Options, diagnostics, evaluate
+from atoll.apps.evaluate import diagnostics
 from atoll.apps.evaluate.cache import cached
-from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance
-from atoll.apps.evaluate.features import generated_features, reference_features
+from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance, precision_recall
+from atoll.apps.evaluate.evaluation import evaluate
+from atoll.apps.evaluate.feature_sets import generated_features, reference_features
 from atoll.apps.evaluate.generated import generate, prompts_of
 from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
-from atoll.apps.evaluate.results import EvaluationResult, Spread
+from atoll.apps.evaluate.options import EvaluationOptions
+from atoll.apps.evaluate.results import Coverage, EvaluationResult
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, sha256_of
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
 from atoll.core.options import LoadOptions
-from atoll.ensemble import Settings, load
-from atoll.train.distributed import DistContext
+from atoll.data.dataset import Shards
+from atoll.ensemble import SampleSettings, load
+from atoll.experts.expert import condition_of
+from atoll.experts.validation import ValidationSet
 
 EXTRACTOR = "efficientnet-lite0"
 SMALL = ["--num-images", "12", "--steps", "3", "--num-real", "24", "--extractors", EXTRACTOR, "--diversity", "2", "2"]
@@ -69,11 +74,11 @@ def test_every_model_and_routing_has_metrics_with_their_protocol(result: dict[st
         assert protocol.get("routing") == model["routing"]
         assert protocol["reference"] == {"split": "train", "num_images": 24, "resolution": 32}
         assert len(protocol["weights_sha256"]) == len(protocol["reference_fingerprint"]) == 64
-        assert found["frechet"]["value"] > found["real_baseline"]["frechet"] > 0
+        assert found["frechet"] > found["real_baseline"]["frechet"] > 0
         assert found["real_baseline"]["num_images"] == 12
         assert found["kid"]["standard_error"] > 0
         assert model["diversity"]["items"] == 2
-        assert "not LPIPS" in model["diversity"]["protocol"]["distance"]
+        assert "not LPIPS" in model["diversity"]["protocol"]["extractor"]
         assert model["trajectory"]["steps"] == [3, 6]
         assert model["trajectory"]["refinement"] > 0
 
@@ -101,27 +106,29 @@ def test_the_cost_of_sampling_is_counted(trained: Path, result: dict[str, Any]) 
 
 def test_costs_follow_solver_and_guidance(trained: Path) -> None:
     model = EvaluatedModel(trained, "monolith")
-    assert model.sampling(Settings(steps=3, solver="heun", guidance_scale=1.0), 1.0).network_evaluations == 5
-    late = Settings(steps=4, guidance_scale=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
+    assert model.sampling(SampleSettings(steps=3, solver="heun", guidance_scale=1.0), 1.0).network_evaluations == 5
+    late = SampleSettings(steps=4, guidance_scale=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
     assert model.sampling(late, 1.0).network_evaluations == 4 + 2
 
 
 def test_cached_results_depend_on_the_prompts_and_the_router(trained: Path, tmp_path: Path) -> None:
     config = configuration.load(trained)
     how: dict[str, Any] = {"models": ("experts",), "routings": ("nearest",), "num_trajectories": 3, "num_val": 6}
-    how |= {"without": ("metrics", "diversity"), "settings": Settings(steps=2)}
+    how |= {"without": ("metrics", "diversity"), "settings": SampleSettings(steps=2)}
     shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
-    held, seen = (evaluate(tmp_path / "run", config, Options(**how, prompts=split)) for split in ("held-out", "train"))
+    held, seen = (
+        evaluate(tmp_path / "run", config, EvaluationOptions(**how, prompts=split)) for split in ("validation", "train")
+    )
     paths = [result.models[0].trajectory.refinement for result in (held, seen)]
     assert paths[0] != paths[1]
     assert held.diagnostics.experts.router is not None
     shutil.rmtree(tmp_path / "run/router")
-    assert evaluate(tmp_path / "run", config, Options(**how)).diagnostics.experts.router is None
+    assert evaluate(tmp_path / "run", config, EvaluationOptions(**how)).diagnostics.experts.router is None
 
 
 def test_expert_weights_sum_to_one_at_every_time(result: dict[str, Any]) -> None:
     by_label = {model["label"]: model for model in result["models"]}
-    assert by_label["monolith"]["expert_use"] is None
+    assert "expert_use" not in by_label["monolith"]
     for label in ("experts top-1", "experts full", "experts oracle"):
         use = by_label[label]["expert_use"]
         assert len(use["t"]) == 3
@@ -138,9 +145,9 @@ def test_the_same_command_again_computes_nothing(
 ) -> None:
     before = files(trained)
     monkeypatch.setattr("atoll.ensemble.sampler.Sampler.generate", None)
-    monkeypatch.setattr("atoll.apps.evaluate.diagnostics.noisy_batches", None)
+    monkeypatch.setattr("atoll.apps.evaluate.diagnostics.measure", None)
     monkeypatch.setattr("atoll.apps.evaluate.diagnostics.validate", None)
-    monkeypatch.setattr("atoll.apps.evaluate.features.open_configured", None)
+    monkeypatch.setattr("atoll.apps.evaluate.feature_sets.open_configured", None)
     assert cli.main(["evaluate", str(trained), *SMALL, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
     assert files(trained) == before
@@ -148,19 +155,19 @@ def test_the_same_command_again_computes_nothing(
     assert "monolith" in capsys.readouterr().out
 
 
-ALONE: dict[str, Any] = {"load": LoadOptions(), "context": DistContext(0, 1, torch.device("cpu"))}
+ALONE: dict[str, Any] = {"load": LoadOptions(), "processes": DistContext(0, 1, torch.device("cpu"))}
 
 
 def test_metrics_can_be_computed_again_from_the_stored_images(trained: Path, result: dict[str, Any]) -> None:
     config, model = configuration.load(trained), EvaluatedModel(trained, "experts", "top-1")
     prompts = prompts_of(trained, 3, 12)
-    settings = Settings(routing="top-1", steps=3)
+    settings = SampleSettings(routing="top-1", steps=3)
     images = generate(model, prompts, settings, purpose="metrics", batch_size=64, **ALONE)
     generated = generated_features(trained, images, EXTRACTOR)
     real = reference_features(trained, config, "train", num_real=24, vision=EXTRACTOR)
     found = result["models"][0]["metrics"][EXTRACTOR]
     distance = frechet(Gaussian.of(generated.features()), Gaussian.of(real.features()))
-    assert distance == pytest.approx(found["frechet"]["value"], rel=1e-9)
+    assert distance == pytest.approx(found["frechet"], rel=1e-9)
     assert kernel_distance(generated.features(), real.features()).value == pytest.approx(
         found["kid"]["value"], rel=1e-9
     )
@@ -175,7 +182,7 @@ def test_an_interrupted_set_resumes_and_has_the_same_images(
 ) -> None:
     monkeypatch.setattr("atoll.apps.evaluate.generated.CHUNK", 4)
     prompts, model = prompts_of(trained, 3, 10), EvaluatedModel(trained, "experts", "top-2")
-    settings = Settings(routing="top-2", steps=2)
+    settings = SampleSettings(routing="top-2", steps=2)
     whole = generate(model, prompts, settings, purpose="whole", batch_size=64, **ALONE)
     pixels = np.concatenate(list(whole.chunks()))
     shutil.copytree(whole.artifact.folder, tmp_path / "kept")
@@ -232,18 +239,19 @@ def test_what_would_stop_the_evaluation_stops_it_before_any_work(
 
 def test_mixed_velocities_of_the_diagnostics_are_those_of_the_ensemble(trained: Path) -> None:
     """The error of a routing, mixed from the velocities of the experts, is that of the ensemble's velocity."""
-    model, shards = load(trained).ensemble, diagnostics.held_out_shards(trained, 3)
+    model, shards = load(trained).ensemble, Shards.open(trained, [0, 1, 2], "validation")
     routings = ["top-1", "top-2", "full", "oracle", "drawn", "sample-1", "threshold-0.4"]
     measured = diagnostics.measure(model, shards, routings, limit=5, seed=3)
     assert len(measured.t) == 10 * sum(min(5, size) for size in shards.cluster_sizes())
     for routing in routings:
         errors = []
-        for noisy in diagnostics.noisy_batches(shards, 5, 3, device=model.device):
-            condition, cluster = noisy.condition(model.conditioning), noisy.batch.cluster
+        for part in ValidationSet(shards, 3, 5).batches(model.device):
+            noised, cluster, draw = part.noised, part.batch.cluster, diagnostics.draw_of(part, 3)
+            condition = condition_of(part.batch, model.conditioning)
             with torch.no_grad():
-                v = model.velocity(noisy.x, noisy.t, condition, routing=routing, cluster=cluster, draw=noisy.draw)
-            weight = (noisy.t / 0.05).square().clamp(max=1)
-            errors.append(weight * (v - noisy.target).square().flatten(1).mean(1))
+                v = model.velocity(noised.input, noised.t, condition, routing=routing, cluster=cluster, draw=draw)
+            weight = (noised.t / 0.05).square().clamp(max=1)
+            errors.append(weight * (v - noised.target).square().flatten(1).mean(1))
         assert torch.cat(errors).allclose(measured.routed[routing], rtol=1e-4, atol=1e-6)
     own = measured.errors.gather(1, measured.cluster[:, None])[:, 0]
     assert own.allclose(measured.routed["oracle"])
@@ -252,26 +260,26 @@ def test_mixed_velocities_of_the_diagnostics_are_those_of_the_ensemble(trained: 
     assert accuracy == pytest.approx((measured.nearest.argmax(1) == measured.column).double().mean().item())
 
 
-def test_a_cluster_without_held_out_images_gives_no_prompts(
+def test_a_cluster_without_validation_images_gives_no_prompts(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained / "data" / "shards", tmp_path / "data" / "shards")
     shards = Artifact(tmp_path, "data/shards/cluster_001")
     manifest = shards.open(SHARDS)
-    kept = {file: shards.path(file).read_bytes() for file in manifest.files if not file.startswith("held-out")}
+    kept = {file: shards.path(file).read_bytes() for file in manifest.files if not file.startswith("validation")}
     shutil.rmtree(shards.folder)
     shards.begin(SHARDS, dict(manifest.made_from))
     for file, content in kept.items():
         shards.write(file, content)
-    shards.commit({**manifest.content, "rows": {**manifest.content["rows"], "held-out": 0}})
+    shards.commit({**manifest.content, "rows": {**manifest.content["rows"], "validation": 0}})
     prompts = prompts_of(tmp_path, 3, 12)
     assert len(prompts.clusters) == 12
     assert set(prompts.clusters) == {0, 2}
-    assert "no prompts for cluster 1: it has no held-out images" in capsys.readouterr().out
+    assert "no prompts for cluster 1: it has no validation images" in capsys.readouterr().out
     assert set(prompts_of(tmp_path, 3, 12, split="train").clusters) == {0, 1, 2}
 
 
-def test_all_models_have_held_out_errors(result: dict[str, Any]) -> None:
+def test_all_models_have_validation_errors(result: dict[str, Any]) -> None:
     found = result["diagnostics"]
     assert set(found["dense"]) == {"monolith", "student"}
     assert set(found["experts"]["velocity_error"]) == {"top-1", "full", "oracle", "drawn"}
@@ -289,14 +297,14 @@ def test_the_models_to_evaluate(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(AtollError, match="no trained network"):
         evaluated_models(tmp_path, [], ["top-1"])
     with pytest.raises(AtollError, match="did you mean 'metrics'"):
-        Options(without=("metric",))
+        EvaluationOptions(without=("metric",))
 
 
 def test_parts_can_be_left_out(trained: Path) -> None:
     config = configuration.load(trained)
-    options = Options(
+    options = EvaluationOptions(
         models=("expert:1",),
-        settings=Settings(steps=2),
+        settings=SampleSettings(steps=2),
         num_trajectories=2,
         without=("metrics", "diversity", "diagnostics"),
     )
@@ -308,20 +316,20 @@ def test_parts_can_be_left_out(trained: Path) -> None:
 
 
 def test_a_cached_result_with_other_fields_is_computed_again(tmp_path: Path) -> None:
-    computed: list[Spread] = []
+    computed: list[Coverage] = []
 
-    def compute() -> Spread:
-        computed.append(Spread.of(torch.tensor([1.0, 3.0])))
-        return computed[-1]
+    def compute() -> Coverage:
+        computed.append(precision_recall(torch.rand(8, 2), torch.rand(8, 2)))
+        return computed[0]
 
-    def find() -> Spread:
-        return cached(tmp_path, "metrics", "spread", made_from={}, result=Spread, compute=compute)
+    def find() -> Coverage:
+        return cached(tmp_path, "metrics", "coverage", made_from={}, result=Coverage, compute=compute)
 
     found = find()
     assert (find(), len(computed)) == (found, 1)
     (file,) = tmp_path.rglob("metrics.json")
     text = file.read_bytes()
-    for other in ({"mean": 2.0}, {**json.loads(text), "median": 2.0}):
+    for other in ({"precision": 2.0}, {**json.loads(text), "median": 2.0}):
         file.write_text(json.dumps(other))
         assert find() == found
         assert file.read_bytes() == text

@@ -9,7 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll import cli
-from atoll.apps.evaluate import features, generated
+from atoll.apps.evaluate import feature_sets as features
+from atoll.apps.evaluate import generated
 from evaluate.test_evaluate import SMALL
 from train.ranks import log, run_ranks
 

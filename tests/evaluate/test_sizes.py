@@ -7,22 +7,23 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.apps.evaluate import Options, evaluate
+from atoll.apps.evaluate.evaluation import evaluate
 from atoll.apps.evaluate.generated import Prompts, generate, prompts_of, rows_by_size
 from atoll.apps.evaluate.models import EvaluatedModel
+from atoll.apps.evaluate.options import EvaluationOptions
 from atoll.apps.report.gallery import Gallery, choose_examples
 from atoll.core import config as configuration
+from atoll.core.distributed import DistContext
 from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
-from atoll.ensemble import Settings
-from atoll.train.cost import image_cost
-from atoll.train.data_shapes import DataShapes
-from atoll.train.distributed import DistContext
+from atoll.data.shapes import DataShapes
+from atoll.ensemble import SampleSettings
+from atoll.experts.cost import image_cost
 from sized import LABELS, SIZES
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
-QUICK = Settings(steps=2, guidance_scale=2.0)
+QUICK = SampleSettings(steps=2, guidance_scale=2.0)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def run(sized_run: Path, tmp_path: Path) -> Path:
 def made(run: Path, prompts: Prompts, model: str = "experts", *, batch_size: int = 64) -> list[np.ndarray]:
     evaluated = EvaluatedModel(run, model, "top-1" if model == "experts" else None)
     images = generate(
-        evaluated, prompts, QUICK, purpose="test", batch_size=batch_size, load=LoadOptions(), context=ALONE
+        evaluated, prompts, QUICK, purpose="test", batch_size=batch_size, load=LoadOptions(), processes=ALONE
     )
     return [image for chunk in images.chunks() for image in chunk]
 
@@ -45,7 +46,7 @@ def test_prompts_have_the_sizes_of_their_images(sized_run: Path) -> None:
     assert prompts.labels is not None
     real = set()
     for cluster in range(2):
-        shards = Shards.open(sized_run, [cluster], "held-out")
+        shards = Shards.open(sized_run, [cluster], "validation")
         for size, own in shards.by_size(np.arange(len(shards))).items():
             real |= {(cluster, str(size), label) for label in shards.read(own).label.tolist()}
     assert set(zip(prompts.clusters, prompts.sizes, prompts.labels, strict=True)) <= real
@@ -80,7 +81,7 @@ def test_rows_of_several_sizes_come_back_in_order() -> None:
 
 @pytest.mark.slow
 def test_the_whole_evaluation(run: Path) -> None:
-    options = Options(
+    options = EvaluationOptions(
         num_images=10, routings=("top-1", "nearest"), settings=QUICK, extractors=("efficientnet-lite0",),
         diversity=(3, 2), num_val=4, num_trajectories=6, without=("metrics",),
     )  # fmt: skip

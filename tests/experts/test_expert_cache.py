@@ -14,7 +14,7 @@ import atoll
 from atoll.cli import main
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
-from atoll.ensemble.plan import activation_bytes
+from atoll.ensemble.memory_plan import activation_bytes
 from atoll.experts.expert_cache import ExpertCache, LoadedExpert
 from atoll.nets import build
 from ensemble.runs import SMALL, write_run
@@ -110,6 +110,7 @@ def test_activations_are_counted_in_tensors_of_the_residual_stream(network: dict
 MEASURE = """
 import gc, json, sys
 import torch, atoll
+from atoll.ensemble import memory_plan
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.nets import Condition, DiT, DiTConfig
 torch.set_num_threads(1)
@@ -120,7 +121,7 @@ def memory(field):
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 ensemble = atoll.load(run, max_loaded_experts=limit, dtype=dtype)
-plan = ensemble.plan(64, 64, guided=False).to_dict()
+plan = memory_plan.plan_memory(ensemble, 64, 64, guided=False).to_dict()
 text = torch.randn(64, 12, 384)
 with torch.no_grad():  # libraries are loaded with the first network
     DiT(DiTConfig(width=32, depth=1, heads=2, size=8)).eval()(torch.zeros(64, 4, 8, 8), torch.zeros(1))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.experts.placement import spread_experts
+from atoll.experts.expert_cache import spread_experts
 
 DEVICES = [torch.device("cuda", number) for number in range(8)]
 

@@ -1,4 +1,4 @@
-"""Validation: the held-out images, their order, and independence of batches, processes and other clusters."""
+"""Validation: the validation images, their order, and independence of batches, processes and other clusters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ class Part:
         return rows
 
 
-def held_out(run: Path, *clusters: int) -> Shards:
-    return Shards.open(run, list(clusters), "held-out")
+def validation_shards(run: Path, *clusters: int) -> Shards:
+    return Shards.open(run, list(clusters), "validation")
 
 
 def velocity(x: Tensor, t: Tensor, condition: Condition | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def measured(shards: Shards, **options: Any) -> Summary:
 
 
 def test_every_image_is_noised_once_in_every_time_bin(prepared: Path) -> None:
-    shards = held_out(prepared, 0, 1, 2)
+    shards = validation_shards(prepared, 0, 1, 2)
     parts = list(ValidationSet(shards, 3).batches(CPU))
     t, index = torch.cat([part.noised.t for part in parts]), torch.cat([part.batch.index for part in parts])
     pairs = {(int(image), int(time * TIME_BINS)) for image, time in zip(index, t, strict=True)}
@@ -52,7 +52,7 @@ def test_every_image_is_noised_once_in_every_time_bin(prepared: Path) -> None:
 def test_x0_is_a_posterior_sample_with_noise_that_training_does_not_use(prepared: Path, tmp_path: Path) -> None:
     """Written out: the seed draws the posterior sample, seed + 1 the noise, both by position in the cluster."""
     give_posterior(prepared, tmp_path)
-    shards = held_out(tmp_path, 1)
+    shards = validation_shards(tmp_path, 1)
     part = list(ValidationSet(shards, 3).batches(CPU))[-1]
     position = part.first
     assert part.batch.std is not None
@@ -64,8 +64,8 @@ def test_x0_is_a_posterior_sample_with_noise_that_training_does_not_use(prepared
 
 
 def test_the_error_of_a_cluster_does_not_depend_on_the_others(prepared: Path) -> None:
-    alone = measured(held_out(prepared, 1)).mean
-    together = ValidationSet(held_out(prepared, 0, 1, 2), 3)
+    alone = measured(validation_shards(prepared, 1)).mean
+    together = ValidationSet(validation_shards(prepared, 0, 1, 2), 3)
     own = [part for part in together.batches(CPU) if (part.batch.cluster == 1).all()]
     noised = [part.noised for part in own]
     errors = [validation.velocity_errors(velocity(one.input, one.t), one.target, one.t) for one in noised]
@@ -73,7 +73,7 @@ def test_the_error_of_a_cluster_does_not_depend_on_the_others(prepared: Path) ->
 
 
 def test_the_error_does_not_depend_on_batches_or_processes(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = held_out(prepared, 0, 1, 2)
+    shards = validation_shards(prepared, 0, 1, 2)
     whole = measured(shards)
     monkeypatch.setattr(validation, "BATCH", 3)
     again = measured(shards)
@@ -90,15 +90,15 @@ def test_the_error_does_not_depend_on_batches_or_processes(prepared: Path, monke
 
 
 def test_the_limit_applies_to_each_cluster(prepared: Path) -> None:
-    images = ValidationSet(held_out(prepared, 0, 1, 2), 3, limit=2)
+    images = ValidationSet(validation_shards(prepared, 0, 1, 2), 3, limit=2)
     assert images.images == 6
     clusters = torch.cat([part.batch.cluster for part in images.batches(CPU)])
     assert torch.bincount(clusters).tolist() == [20, 20, 20]
 
 
-def test_without_held_out_images_there_is_no_error(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_validation_images_there_is_no_error(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "cluster_ranges", lambda _: {})
-    assert measured(held_out(prepared, 0)) == Summary(None)
+    assert measured(validation_shards(prepared, 0)) == Summary(None)
 
 
 def test_the_error_of_an_x0_network_has_its_closed_form() -> None:

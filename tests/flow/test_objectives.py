@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,14 +14,19 @@ from atoll.flow.objectives import MAX_WEIGHT
 BATCH = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+def noise(x0: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Return the noise that every objective adds: the target of a network that predicts it."""
+    return flow.Objective(prediction="epsilon").corrupt(x0, **how).target
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batch_is_a_function_of_seed_and_step(name: str) -> None:
     objective = flow.objective(name)
     first, again = (objective.corrupt(BATCH, seed=3, step=5) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for other in (objective.corrupt(BATCH, seed=4, step=5), objective.corrupt(BATCH, seed=3, step=6)):
-        assert not torch.equal(first.eps, other.eps)
-        assert not torch.equal(first.t, other.t)
+    for other in ({"seed": 4, "step": 5}, {"seed": 3, "step": 6}):
+        assert not torch.equal(noise(BATCH, seed=3, step=5), noise(BATCH, **other))
+        assert not torch.equal(first.t, objective.corrupt(BATCH, **other).t)
 
 
 def test_an_image_gets_the_same_noise_in_any_batch() -> None:
@@ -27,7 +34,7 @@ def test_an_image_gets_the_same_noise_in_any_batch() -> None:
     objective = flow.objective("ddpm")
     whole = objective.corrupt(BATCH, seed=1, step=1)
     halves = [objective.corrupt(BATCH[i : i + 32], seed=1, position=64 + i) for i in (0, 32)]
-    assert torch.equal(whole.eps, torch.cat([half.eps for half in halves]))  # drawn image by image
+    assert torch.equal(whole.target, torch.cat([half.target for half in halves]))  # noise, drawn image by image
     for name in flow.Noised._fields:
         torch.testing.assert_close(getattr(whole, name), torch.cat([getattr(half, name) for half in halves]))
 
@@ -37,9 +44,10 @@ def test_any_positions_get_their_own_noise(name: str) -> None:
     """A teacher's images are scattered over a block: each is noised as if it were alone, bit for bit."""
     objective, positions = flow.objective(name), np.array([70, 3, 2**40, 4], dtype=np.uint64)
     scattered = objective.corrupt(BATCH[:4], seed=1, position=positions)
+    drawn = noise(BATCH[:4], seed=1, position=positions)
     for i, position in enumerate(positions.tolist()):
         alone = objective.corrupt(BATCH[i : i + 1], seed=1, position=position)
-        assert torch.equal(scattered.eps[i : i + 1], alone.eps)
+        assert torch.equal(drawn[i : i + 1], noise(BATCH[i : i + 1], seed=1, position=position))
         for field in flow.Noised._fields:
             torch.testing.assert_close(getattr(scattered, field)[i : i + 1], getattr(alone, field))
     with pytest.raises(ValueError, match="got 3 positions for 4 rows"):
@@ -55,27 +63,28 @@ def test_a_perfect_network_has_no_loss_and_its_bridge_gives_the_velocity(name: s
     assert objective.loss(noised.target, noised).max() == 0
     bridge = objective.bridge(x0_bound=None)
     t = flow.LINEAR.time_of_log_snr(objective.schedule.log_snr(noised.t))
-    x = flow.LINEAR.add_noise(x0, noised.eps.double(), t)
+    eps = noise(x0, seed=0)
+    x = flow.LINEAR.add_noise(x0, eps, t)
     query = bridge.query(x, t)
     torch.testing.assert_close(query.state, noised.input, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(query.timestep, noised.timestep.double(), rtol=1e-4, atol=1e-2)
     velocity = bridge.velocity(noised.target, x, t)
-    torch.testing.assert_close(velocity, noised.eps - x0, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(velocity, eps - x0, rtol=1e-6, atol=1e-5)
 
 
 def test_flow_matching_is_the_textbook_batch() -> None:
     noised = flow.objective("flow-matching").corrupt(BATCH, seed=0)
-    t = noised.t[:, None, None, None]
-    torch.testing.assert_close(noised.input, (1 - t) * BATCH + t * noised.eps)
-    torch.testing.assert_close(noised.target, noised.eps - BATCH)
+    t, eps = noised.t[:, None, None, None], noise(BATCH, seed=0)
+    torch.testing.assert_close(noised.input, (1 - t) * BATCH + t * eps)
+    torch.testing.assert_close(noised.target, eps - BATCH)
     torch.testing.assert_close(noised.timestep, 1000 * noised.t)
 
 
 def test_noise_and_times_have_the_declared_distributions() -> None:
     many = torch.zeros(20_000, 4)
     uniform = flow.objective("flow-matching").corrupt(many, seed=0)
-    assert abs(uniform.eps.mean()) < 4.5 / 80_000**0.5
-    assert abs(uniform.eps.std() - 1) < 4.5 / 160_000**0.5
+    assert abs(noise(many, seed=0).mean()) < 4.5 / 80_000**0.5
+    assert abs(noise(many, seed=0).std() - 1) < 4.5 / 160_000**0.5
     assert abs(uniform.t.mean() - 0.5) < 4.5 * (1 / 12 / 20_000) ** 0.5
     logit = torch.logit(flow.objective("flow-matching", times="logit-normal", time_mean=-0.5).corrupt(many, seed=0).t)
     assert logit.mean().item() == pytest.approx(-0.5, abs=0.03)
@@ -113,7 +122,7 @@ def test_as_weightings_measure_the_error_on_the_other_prediction(name: str, pred
     noised = objective.corrupt(x0, seed=0, t=t)
     wrong = noised.target + 0.1
     converted = flow.convert(wrong, noised.input, t, source=prediction, target=other, schedule=objective.schedule)
-    truth = flow.from_pair(flow.Pair(x0, noised.eps), t, other, schedule=objective.schedule)
+    truth = flow.from_pair(flow.CleanAndNoise(x0, noise(x0, seed=0)), t, other, schedule=objective.schedule)
     expected = (converted - truth).square().flatten(1).mean(1)
     torch.testing.assert_close(objective.loss(wrong, noised).double(), expected, rtol=1e-3, atol=1e-6)
 

@@ -6,7 +6,7 @@ from oracles import FLOAT
 
 from atoll import flow
 from atoll.core.names import PREDICTIONS, SCHEDULES, Prediction
-from atoll.flow.predictions import Pair
+from atoll.flow.predictions import CleanAndNoise
 
 SCHEDULE_OBJECTS = {name: flow.schedule(name) for name in SCHEDULES}
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda inner: (3, *inner))
@@ -29,8 +29,8 @@ def test_every_pair_converts_both_ways(
     x0, eps = (torch.randn(shape, generator=generator, dtype=FLOAT) for _ in range(2))
     t = torch.tensor(times, dtype=FLOAT)
     x = schedule.add_noise(x0, eps, t)
-    given_value = flow.from_pair(Pair(x0, eps), t, source, schedule=schedule)
-    wanted = flow.from_pair(Pair(x0, eps), t, target, schedule=schedule)
+    given_value = flow.from_pair(CleanAndNoise(x0, eps), t, source, schedule=schedule)
+    wanted = flow.from_pair(CleanAndNoise(x0, eps), t, target, schedule=schedule)
     got = flow.convert(given_value, x, t, source=source, target=target, schedule=schedule)
     scale = 1 + wanted.abs().max()
     assert (got - wanted).abs().max() <= 1e-8 * scale
@@ -41,7 +41,9 @@ def test_every_pair_converts_both_ways(
 def test_definitions_on_the_linear_path() -> None:
     x0, eps = torch.tensor([[2.0]], dtype=FLOAT), torch.tensor([[-1.0]], dtype=FLOAT)
     t = torch.tensor([0.25], dtype=FLOAT)
-    values = {name: flow.from_pair(Pair(x0, eps), t, name, schedule=flow.LINEAR).item() for name in PREDICTIONS}
+    values = {
+        name: flow.from_pair(CleanAndNoise(x0, eps), t, name, schedule=flow.LINEAR).item() for name in PREDICTIONS
+    }
     assert values == pytest.approx(
         {"velocity": -3.0, "epsilon": -1.0, "x0": 2.0, "v_prediction": 0.75 * -1 - 0.25 * 2, "score": 1 / 0.25}
     )
@@ -73,7 +75,7 @@ def test_the_ends_are_finite_and_keep_the_dtype(
     t = torch.tensor([0.0, 1e-6, 1 - 1e-6, 1.0])
     x = schedule.add_noise(x0, eps, t)
     got = flow.convert(
-        flow.from_pair(Pair(x0, eps), t, source, schedule=schedule),
+        flow.from_pair(CleanAndNoise(x0, eps), t, source, schedule=schedule),
         x,
         t,
         source=source,
@@ -83,7 +85,7 @@ def test_the_ends_are_finite_and_keep_the_dtype(
     assert got.dtype == dtype
     assert got.isfinite().all()
     if target in ("x0", "epsilon", "v_prediction"):
-        wanted = flow.from_pair(Pair(x0, eps), t, target, schedule=schedule).float()
+        wanted = flow.from_pair(CleanAndNoise(x0, eps), t, target, schedule=schedule).float()
         assert got.float().abs().max() <= 2 * (1 + wanted.abs().max())
 
 

@@ -78,7 +78,7 @@ def test_add_noise_and_v_prediction_equal_those_of_diffusers(name: str) -> None:
     t = steps.double() / 999
     torch.testing.assert_close(schedule.timestep(t), steps.double(), rtol=0, atol=1e-10)
     torch.testing.assert_close(schedule.add_noise(x0, eps, t), twin.add_noise(x0, eps, steps), rtol=1e-5, atol=1e-5)
-    ours = flow.from_pair(flow.Pair(x0, eps), t, "v_prediction", schedule=schedule)
+    ours = flow.from_pair(flow.CleanAndNoise(x0, eps), t, "v_prediction", schedule=schedule)
     torch.testing.assert_close(ours, twin.get_velocity(x0, eps, steps), rtol=1e-5, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launch import slurm
-from waiting import HOUR, wait_for
+from waiting import HOUR
 
 MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -202,6 +202,3 @@ def wait_until(condition: object, process: subprocess.Popen[str], what: str) -> 
         assert process.poll() in (None, 0), process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline, f"{what}: timeout"
         time.sleep(0.01)
-
-
-__all__ = ["ENGINES", "Local", "Ray", "Slurm", "Watch", "attempts", "ranks", "trainers", "wait_for", "wait_until"]

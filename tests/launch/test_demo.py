@@ -13,17 +13,16 @@ import yaml
 
 from atoll import cli
 from atoll.apps.launch import demo
-from atoll.apps.launch.base import logs_of
 from atoll.apps.launch.launch import names_of
 from atoll.apps.launch.local import images_seen
-from atoll.apps.launch.plan import LaunchRequest, Step, missing_groups
+from atoll.apps.launch.steps import JobStep, LaunchRequest, missing_groups
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind
+from atoll.core.artifacts import Artifact, ArtifactKind, Content
 from atoll.core.config import load
 from atoll.core.errors import AtollError
-from atoll.data.sources.base import Options
 from atoll.data.sources.emoji import EmojiSource
-from atoll.train.cost import image_cost
+from atoll.data.sources.source import SourceOptions
+from atoll.experts.cost import image_cost
 from atoll.train.spec import TrainSpec, resolve_job
 from train.conftest import merge
 from train.workers import TINY, metrics
@@ -66,11 +65,11 @@ def test_the_plan_has_another_objective_and_a_monolith_of_equal_flops(minutes: f
     assert flops(resolve_job(tmp_path, config, "monolith")) == sum(spent)
 
 
-def test_the_prompts_are_captions_and_three_of_them_are_held_out() -> None:
+def test_the_prompts_are_captions_and_three_of_them_are_validation() -> None:
     data = demo.scaled(demo.MINUTES).data
-    source = EmojiSource(data.source.removeprefix("emoji:"), Options(val_fraction=data.val_fraction))
+    source = EmojiSource(data.source.removeprefix("emoji:"), SourceOptions(val_fraction=data.val_fraction))
     split = {image.caption: image.split for image in source.images()}
-    assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["held-out"] * 3
+    assert [split[prompt] for prompt in demo.PROMPTS] == ["train"] * 9 + ["validation"] * 3
 
 
 def test_the_last_line_offers_the_studio() -> None:
@@ -86,7 +85,7 @@ def test_existing_settings_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_partly_written_metrics_are_read_up_to_the_last_complete_line(tmp_path: Path) -> None:
-    step = Step("experts/000", 0, (), 100)
+    step = JobStep("experts/000", 0, (), 100)
     assert images_seen(tmp_path, step) == 0
     (tmp_path / "experts/000").mkdir(parents=True)
     (tmp_path / "experts/000/metrics.jsonl").write_text(
@@ -101,7 +100,7 @@ def missing(run: Path) -> list[str]:
 
 def finished(run: Path, *jobs: str) -> None:
     for job in jobs:
-        Artifact(run, layout.final(job)).begin(Kind("test", Content), {})
+        Artifact(run, layout.final(job)).begin(ArtifactKind("test", Content), {})
         Artifact(run, layout.final(job)).commit({})
 
 
@@ -130,11 +129,11 @@ def test_a_stopped_demo_saves_checkpoints(run: Path) -> None:
     file = run / "atoll.yaml"
     file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), {"train": {"total_images": 400_000}})))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    while images_seen(run, Step("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
+    while images_seen(run, JobStep("experts/000", 0, (), 400_000)) < 200 and process.poll() is None:
         time.sleep(0.1)
     process.terminate()
     assert "run the same command again to resume" in process.communicate(timeout=HOUR)[1]
-    assert "interrupted and saved at" in (logs_of(run) / "experts/000.log").read_text()
+    assert "interrupted and saved at" in (run / layout.LAUNCH_LOGS / "experts/000.log").read_text()
     assert list((run / "experts/000/checkpoints").iterdir())
     assert missing(run) == ["experts/000"]
 

@@ -15,15 +15,15 @@ import pytest
 import tyro
 import yaml
 
-from atoll.apps.launch.base import LaunchSettings
-from atoll.apps.launch.launch import open_launcher
-from atoll.apps.launch.plan import Group, LaunchRequest, Step, missing_groups, with_flops
+from atoll.apps.launch.launcher import LaunchSettings
+from atoll.apps.launch.local import Local
+from atoll.apps.launch.steps import Group, JobStep, LaunchRequest, missing_groups, with_flops
 from atoll.apps.share.leases import Lease
 from atoll.apps.share.store import Store
 from atoll.cli import VERBS, main
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind
+from atoll.core.artifacts import Artifact, ArtifactKind, Content
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
 from shapes import write_run
@@ -52,7 +52,7 @@ def planned_groups(run: Path, config: configuration.Config, **request: object) -
 
 def commit(run: Path, name: str) -> None:
     artifact = Artifact(run, name)
-    artifact.begin(Kind("test", Content), {})
+    artifact.begin(ArtifactKind("test", Content), {})
     artifact.commit({})
 
 
@@ -162,7 +162,7 @@ def test_a_local_launch_starts_the_longest_job_first(fresh: Path, capfd: pytest.
     def checks_only(group: Group) -> Group:
         return replace(group, steps=tuple(replace(step, arguments=("config", str(fresh))) for step in group.steps))
 
-    launcher = open_launcher("local", LaunchSettings(fresh, config.island, max_parallel=1))
+    launcher = Local(LaunchSettings(fresh, config.island, max_parallel=1))
     launcher.submit([checks_only(group) for group in planned], {})
     launcher.wait(planned)
     started = re.findall(r"^(\S+): started", capfd.readouterr().err, re.MULTILINE)
@@ -224,15 +224,15 @@ def test_the_slurm_scripts_are_valid_and_have_the_requested_options(
 def test_gpus_are_divided_among_parallel_jobs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,5,6")
     config = configuration.load(fresh, {"island.gpus": "2"})
-    launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+    launcher = Local(LaunchSettings(fresh, config.island))
     *_, experts, _router = planned_groups(fresh, config)
     assert launcher.max_parallel == 2
     assert [launcher.environment(experts, slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["0,1", "2,5"]
     with pytest.raises(AtollError, match="3 islands of 2 GPUs do not fit: there are 5"):
-        _ = open_launcher("local", LaunchSettings(fresh, config.island, max_parallel=3)).max_parallel
+        _ = Local(LaunchSettings(fresh, config.island, max_parallel=3)).max_parallel
     two_nodes = configuration.load(fresh, {"island.nodes": "2"}).island
     with pytest.raises(AtollError, match="supports one node"):
-        _ = open_launcher("local", LaunchSettings(fresh, two_nodes)).max_parallel
+        _ = Local(LaunchSettings(fresh, two_nodes)).max_parallel
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
@@ -244,13 +244,13 @@ def test_by_default_every_gpu_of_the_machine_gets_an_island(
     *_, experts, _router = planned_groups(fresh, config)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(variable, "0,3,5")
-    launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+    launcher = Local(LaunchSettings(fresh, config.island))
     assert launcher.max_parallel == 3
     assert [launcher.environment(experts, slot)[variable] for slot in range(3)] == ["0", "3", "5"]
-    shared = open_launcher("local", LaunchSettings(fresh, config.island, max_parallel=4))
+    shared = Local(LaunchSettings(fresh, config.island, max_parallel=4))
     assert shared.environment(experts, 3)[variable] == "0", "more jobs than GPUs share them"
     monkeypatch.setenv(variable, "")
-    launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+    launcher = Local(LaunchSettings(fresh, config.island))
     assert launcher.max_parallel == 1
     assert variable not in launcher.environment(experts, 0)
 
@@ -289,7 +289,7 @@ while len(os.listdir(folder)) < int(expected):
 class Recording(LaunchSettings):
     """Each step writes the GPUs that it got, and ends when all steps of its group have written theirs."""
 
-    def command(self, group: Group, step: Step) -> list[str]:
+    def command(self, group: Group, step: JobStep) -> list[str]:
         folder = self.run.parent / "gpus" / group.name
         folder.mkdir(parents=True, exist_ok=True)
         return [sys.executable, "-c", RECORD, str(folder), str(step.index), str(len(group.steps)), *GPU_VARIABLES]
@@ -304,7 +304,7 @@ def test_jobs_that_run_at_the_same_time_have_different_gpus(
     monkeypatch.setenv(variable, "1,4,6")
     config = configuration.load(fresh)
     groups = [group for group in planned_groups(fresh, config) if group.name != "router"]
-    launcher = open_launcher("local", Recording(fresh, config.island))
+    launcher = Local(Recording(fresh, config.island))
     launcher.submit(groups, {})
     launcher.wait(groups)
     found = {
@@ -321,7 +321,7 @@ def test_a_machine_whose_gpus_are_hidden_has_none(fresh: Path, monkeypatch: pyte
     prepare = planned_groups(fresh, config)[0]
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        launcher = open_launcher("local", LaunchSettings(fresh, config.island))
+        launcher = Local(LaunchSettings(fresh, config.island))
         assert "CUDA_VISIBLE_DEVICES" not in launcher.environment(prepare, 0)
 
 
@@ -391,7 +391,7 @@ def test_prepare_starts_one_worker_for_each_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["prepare", str(fresh)]) == 0
     shown = capfd.readouterr()
-    for step in ("encode-0-of-2", "encode-1-of-2", "text-1-of-2", "clusters", "shards"):
+    for step in ("encode-0-of-2", "encode-1-of-2", "text-1-of-2", "clusters", "shards-0-of-2", "shards-1-of-2"):
         assert f"prepare/{step}: done" in shown.err
     assert "shards: already done" in shown.out
     for name in ("ingest", "features", "clusters", "latents", "text", *(f"shards/cluster_{k:03d}" for k in range(3))):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.apps.launch.base import RETRY_CODE
+from atoll.apps.launch.launcher import RETRY_CODE
 from atoll.apps.launch.supervisor import holder, is_dead, saved_images
 from atoll.apps.share.lease_records import LeaseStatus, get_lease
 from atoll.apps.share.leases import Lease

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atoll.core.networks import DiffusersConfig
-from atoll.experts.density import Density
+from atoll.data.density import Density
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig
 from atoll.nets.io import build
 

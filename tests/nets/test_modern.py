@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from atoll.core.errors import AtollError
 from atoll.core.networks import FAMILIES, SIZES
-from atoll.experts.quantize import quantize
+from atoll.data.shapes import DataShapes
+from atoll.experts.cost import image_cost
+from atoll.experts.expert import quantize
 from atoll.nets import (
     NAMES,
     Condition,
@@ -22,11 +24,8 @@ from atoll.nets import (
     save_network,
 )
 from atoll.nets.blocks import transformer_blocks
-from atoll.nets.layers import modulated_norm
-from atoll.nets.mlp import Mlp, SwiGlu
-from atoll.nets.rotary import BASE, rotate, rotation
-from atoll.train.cost import image_cost
-from atoll.train.data_shapes import DataShapes
+from atoll.nets.layers import Mlp, SwiGlu, modulated_norm
+from atoll.nets.positions import BASE, rotate, rotation
 
 CPU = torch.device("cpu")
 MODERN = {"width": 48, "depth": 3, "heads": 2, "size": 16, **FAMILIES["ModernDiT"]}

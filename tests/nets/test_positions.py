@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.core.networks import DiTConfig, RouterConfig
-from atoll.nets import DiT, Router, positions, rotary
+from atoll.nets import DiT, Router, positions
 
 GRIDS = [(16, 16), (12, 20), (20, 12), (8, 24), (24, 8)]
 """Latent heights and widths; the first one is the network's own."""
@@ -23,7 +23,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(positions, "sincos_positions", counted)
     positions.sincos_on.cache_clear()
-    rotary.rotation.cache_clear()
+    positions.rotation.cache_clear()
     return grids
 
 
@@ -42,11 +42,11 @@ def test_steps_compute_the_sincos_positions_of_a_grid_once(make: type, computed:
 
 def test_steps_compute_the_rotations_of_a_grid_once() -> None:
     network = DiT(DiTConfig(**COMMON, positions="rope"))
-    rotary.rotation.cache_clear()
+    positions.rotation.cache_clear()
     for _ in range(3):
         for height, width in GRIDS:
             network(torch.randn(2, 4, height, width), torch.tensor(3.0)).sum().backward()
-    assert rotary.rotation.cache_info().misses == len(GRIDS)
+    assert positions.rotation.cache_info().misses == len(GRIDS)
 
 
 def test_cached_positions_are_the_formula_in_the_dtype_of_the_network() -> None:

@@ -4,8 +4,7 @@ from torch.nn import functional
 
 from atoll.core.errors import AtollError
 from atoll.nets import Condition, Router, RouterConfig, count_parameters, load_network, save_network
-from atoll.nets.io import WEIGHTS_FILE
-from atoll.nets.layouts import write_weights
+from atoll.nets.io import WEIGHTS_FILE, write_weights
 from atoll.nets.positions import sincos_positions
 
 TINY = {"experts": 3, "width": 48, "depth": 2, "heads": 2, "size": 8, "channels": 1}

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 import nullgpu  # noqa: F401 - before anything uses CUDA
 from atoll.apps.evaluate.diagnostics import mean_angle
 from atoll.core.device import device
+from atoll.core.distributed import ALONE
 from atoll.encoders.lpips import Perceptual, squared, unit
-from atoll.experts.validation import ALONE, Summary, validate
+from atoll.experts.validation import Summary, validate
 from atoll.nets import Router
 from atoll.train.job import build_task
 from atoll.train.tasks import ExpertTask, RouterTask
@@ -70,7 +71,7 @@ def test_calibration_and_validation_of_an_expert(own_run: Path, mode: NoFloat64)
     task.network.to(device()).eval()
     with mode:
         expert = task.expert()
-        validate(expert.velocity, task.held_out, seed=0, conditioning=expert.conditioning, device=device())
+        validate(expert.velocity, task.validation, seed=0, conditioning=expert.conditioning, device=device())
     assert mode.on_device > 100
 
 
@@ -80,7 +81,7 @@ def test_calibration_of_a_router(own_run: Path, mode: NoFloat64) -> None:
     router = task.network.to(device()).eval()
     assert isinstance(router, Router)
     with mode, torch.no_grad():
-        logits, _, _ = task._held_out_logits(router, ALONE)
+        logits, _, _ = task._validation_logits(router, ALONE)
     assert mode.on_device > 100
     assert logits.device.type == "cpu"
 

@@ -14,7 +14,7 @@ import nullgpu
 from atoll.core import config as configuration
 from atoll.core.device import Download, device
 from atoll.data import one_pass
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WorkerShare
 from atoll.data.prepare import open_job, stages_of
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_the_pass_waits_once_for_each_batch(
     monkeypatch.setattr(one_pass, "Download", WatchedDownload)
     job = open_job(run, configuration.load(run))
     with ExitStack() as stack:
-        one_pass.fill(job, [stage for stage in stages_of(job) if stage.in_pass], Worker())
+        one_pass.run_pass(job, [stage for stage in stages_of(job) if stage.in_pass], WorkerShare())
     assert set(batches) == {"features", "latents", "patches"}
     assert len(batches) > 40
     assert sum(seen[0].synchronizations.values()) == len(batches), seen[0].synchronizations

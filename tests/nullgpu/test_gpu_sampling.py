@@ -15,12 +15,11 @@ import torch
 
 import atoll
 import nullgpu
-from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.engine import Engine, GenerationRequest
 from atoll.apps.studio.registry import ModelRegistry
-from atoll.apps.studio.request_state import GenerationRequest
 from atoll.core.host_memory import pinned_budget, pinned_size
 from atoll.core.options import QuantizedLoadOptions
-from atoll.ensemble import Ensemble, RoutingState, SamplerState, Settings
+from atoll.ensemble import Ensemble, RoutingState, SamplerState, SampleSettings
 from atoll.ensemble.sampler import Sampler
 from atoll.experts.batch_conditions import BatchConditions
 
@@ -36,7 +35,7 @@ ROUTINGS = (
 @torch.no_grad()
 def evaluations(sampler: Sampler, routing: str, guidance_scale: float = 4.0) -> list[nullgpu.Seen]:
     """Return what each evaluation of the velocity did, after the first ones."""
-    settings = Settings(steps=EVALUATIONS, routing=routing, guidance_scale=guidance_scale)
+    settings = SampleSettings(steps=EVALUATIONS, routing=routing, guidance_scale=guidance_scale)
     conditions = BatchConditions.of(sampler.encode(["a red circle", "a blue square"]), torch.arange(8) % 2, reused=True)
     state = SamplerState(sampler.noise(8, 0), conditions, RoutingState(), cluster=torch.arange(8) % 2)
     seen = []
@@ -138,7 +137,9 @@ def test_a_server_turn_waits_at_most_three_times(trained_run: Path, monkeypatch:
     engine, turns, posted = Engine(8, 8), [], []
 
     def submit(prompt: str | None, **values: Any) -> None:
-        settings = Settings(routing="top-2", steps=values.pop("steps", 6), guidance_scale=values.pop("scale", 4.0))
+        settings = SampleSettings(
+            routing="top-2", steps=values.pop("steps", 6), guidance_scale=values.pop("scale", 4.0)
+        )
         generation = GenerationRequest(settings, prompt, stream=True, **values)
         engine.submit(generation, models.get("experts"), posted.append)
 

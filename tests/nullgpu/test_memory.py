@@ -21,10 +21,9 @@ from test_gpu_sampling import finite_results
 import nullgpu  # noqa: F401 - it disables cuDNN, which is not replaced
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.train.estimate import JobCosts
+from atoll.train.estimate import WORKSPACE, JobCosts
 from atoll.train.job import train_job
 from atoll.train.loop import Requeue
-from atoll.train.memory import WORKSPACE
 from atoll.train.spec import resolve_job
 
 pytestmark = pytest.mark.slow
@@ -36,7 +35,7 @@ RANK = """
 import json, sys
 from pathlib import Path
 from test_memory import measure
-from atoll.train import distributed
+from atoll.core import distributed
 
 # NCCL needs a real GPU.
 distributed.group_options = lambda device: {"backend": "gloo", "timeout": distributed.STEP_TIMEOUT}

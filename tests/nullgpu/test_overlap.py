@@ -25,8 +25,9 @@ torch.set_grad_enabled(False)
 sampler = atoll.load(sys.argv[1])
 prompts, rows, found = sampler.encode(["a red circle", "a blue square"]), torch.arange(16) % 2, {}
 for experts in (4, 8):
+    first = sampler.ensemble.references[0]
     references = [
-        replace(sampler.ensemble.references[0], declaration=replace(sampler.ensemble.experts[0], clusters=(number,)))
+        replace(first, declaration=replace(first.declaration, clusters=(number,)))
         for number in range(experts)
     ]
     many = Ensemble(references, device_options=sampler.ensemble.device_options)

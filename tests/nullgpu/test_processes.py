@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import nullgpu
 from test_training import train_steps
-from atoll.train import distributed
+from atoll.core import distributed
 
 # NCCL needs a real GPU. Its own waits would not be Atoll's; gloo's are counted apart, as they have no line of Atoll.
 distributed.group_options = lambda device: {"backend": "gloo", "timeout": distributed.STEP_TIMEOUT}

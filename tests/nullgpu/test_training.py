@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 import nullgpu
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.distributed import DistContext
 from atoll.core.host_memory import pinned_budget
-from atoll.train.distributed import DistContext
-from atoll.train.host_copy import HostCopy
+from atoll.train.checkpoints import HostCopy
 from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, resolve_job
@@ -158,11 +158,11 @@ def test_steps_do_not_wait_while_a_checkpoint_is_written(own_run: Path, monkeypa
 
 
 def test_a_copy_of_the_state_is_pinned_only_within_the_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, context = torch.arange(64.0), DistContext(0, 1, torch.device("cuda", 0))
+    state, processes = torch.arange(64.0), DistContext(0, 1, torch.device("cuda", 0))
     for processes, pinned in ((1, True), (pinned_budget(), False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-        copy = HostCopy(context)
-        copy.take({"state": state.to(context.device)})
+        copy = HostCopy(processes)
+        copy.take({"state": state.to(processes.device)})
         _, data = copy.parts()
         assert bytes(data) == state.numpy().tobytes()
         assert [chunk.is_pinned() for chunk in copy._chunks] == [pinned]

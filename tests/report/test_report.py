@@ -15,7 +15,7 @@ from PIL import Image
 from atoll import cli
 from atoll.apps.evaluate.generated import prompts_of
 from atoll.apps.evaluate.table import power
-from atoll.apps.report import Options, report
+from atoll.apps.report import report
 from atoll.apps.report.charts import Chart, Line, ticks
 from atoll.apps.report.page import SMALL, inline
 from atoll.core.config import load
@@ -150,16 +150,16 @@ def expected_numbers(result: dict[str, Any]) -> dict[tuple[str, str, str], tuple
     for model in result["models"]:
         row = f"Experts, {model['routing']}" if model["routing"] else model["model"].capitalize()
         metrics, training, image = model["metrics"]["efficientnet-lite0"], model["training"], model["sampling"]
-        found[quality, row, "Frechet distance"] = (metrics["frechet"]["value"], None)
+        found[quality, row, "Frechet distance"] = (metrics["frechet"], None)
         found[quality, row, "KID × 1000"] = (metrics["kid"]["value"], metrics["kid"]["standard_error"])
         for name in ("precision", "recall", "density", "coverage"):
             found[quality, row, name] = (metrics["precision_recall"][name], None)
         real = metrics["real_baseline"]
         found[quality, "Real-vs-real baseline", "Frechet distance"] = (real["frechet"], None)
-        found[quality, "Real-vs-real baseline", "KID × 1000"] = (real["kid"], real["kid_standard_error"])
+        found[quality, "Real-vs-real baseline", "KID × 1000"] = (real["kid"]["value"], real["kid"]["standard_error"])
         found["Sampling", row, "diversity"] = (model["diversity"]["mean"], model["diversity"]["standard_error"])
-        found["Sampling", row, "held-out error"] = (errors[model["routing"] or model["model"]]["mean"], None)
-        if model["expert_use"]:
+        found["Sampling", row, "validation error"] = (errors[model["routing"] or model["model"]]["mean"], None)
+        if model.get("expert_use"):
             found["Sampling", row, "experts per step"] = (model["expert_use"]["mean_active"], None)
         costs = {"parameters": "parameters", "FLOPs": "flops", "time": "seconds", "longest job": "longest_job_seconds"}
         for name, key in {**costs, "memory": "memory_bytes"}.items():
@@ -230,7 +230,7 @@ def test_writing_the_same_report_again_samples_nothing(
 def test_missing_parts_are_named_with_the_command_that_creates_them(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluation", "router", "monolith", "student", "logs"))
-    text = " ".join("".join(Page(report(run, load(run), Options(steps=1)).read_text(encoding="utf-8")).texts).split())
+    text = " ".join("".join(Page(report(run, load(run), steps=1).read_text(encoding="utf-8")).texts).split())
     for command in ("--router", "--monolith --match-flops"):
         assert f"atoll train {run} {command}" in text
     assert f"atoll evaluate {run}" in text
@@ -242,7 +242,7 @@ def test_one_expert_needs_no_router(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(
         trained, run, ignore=shutil.ignore_patterns("evaluation", "router", "monolith", "student", "00[12]")
     )
-    page = Page(report(run, load(run), Options(steps=1)).read_text(encoding="utf-8"))
+    page = Page(report(run, load(run), steps=1).read_text(encoding="utf-8"))
     assert any((image["alt"] or "").startswith("experts top-1: ") for image in page.images)
     assert "cannot be combined without a router" not in "".join(page.texts)
 
@@ -252,7 +252,7 @@ def test_the_routing_section_uses_the_first_routing_with_a_router(trained: Path,
         (("nearest", "top-1"), "expert from noise to image"),
         (("nearest",), "sampled without the router"),
     ):
-        file = report(trained, load(trained), Options(routings=routings, steps=1), out=tmp_path / "page.html")
+        file = report(trained, load(trained), routings=routings, steps=1, out=tmp_path / "page.html")
         assert expected in file.read_text(encoding="utf-8")
 
 
@@ -264,9 +264,10 @@ def test_the_error_matrix_has_the_experts_of_the_evaluation(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shutil.rmtree(run / "experts/001")
-    text = report(run, load(run), Options(steps=1)).read_text(encoding="utf-8")
+    text = report(run, load(run), steps=1).read_text(encoding="utf-8")
     heads = re.search(
-        r'<thead><tr><th scope="col">held-out images of</th>(.*?)</tr></thead><tbody>\s*<tr><th scope="row">cluster 0',
+        r'<thead><tr><th scope="col">validation images of</th>(.*?)</tr></thead><tbody>\s*'
+        r'<tr><th scope="row">cluster 0',
         text,
     )
     assert heads is not None
@@ -294,12 +295,12 @@ def test_given_prompts(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_prompts_come_from_the_chosen_split(trained: Path, result: dict[str, Any], text: str) -> None:
-    splits: tuple[Literal["train", "held-out"], ...] = ("train", "held-out")
+    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for split in splits:
         captions = Shards.open(trained, [0, 1, 2], split).captions()
         assert set(prompts_of(trained, 3, 12, split=split).captions or []) <= set(captions)
-    assert result["prompts"] == "held-out"
-    assert "for held-out prompts vs" in text
+    assert result["prompts"] == "validation"
+    assert "for validation prompts vs" in text
 
 
 def test_a_run_without_finished_experts_is_an_error(prepared: Path) -> None:

@@ -79,7 +79,7 @@ def slow_hashing(run: Path, rank: int, *, phase: str) -> None:
     from atoll.train import job
     from atoll.train.checkpoints import Checkpoints
 
-    owner, name = {"save": (Checkpoints, "write"), "resume": (Checkpoints, "load_newest"), "end": (job, "_commit")}[
+    owner, name = {"save": (Checkpoints, "write"), "resume": (Checkpoints, "load_newest"), "end": (job, "commit")}[
         phase
     ]
     # A checkpoint is hashed while it is written; otherwise files are read and hashed.

@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from atoll import cli
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.nets import build
 from atoll.train import build_task, resolve_job
 from atoll.train.align import AlignmentSpec, Projector, averaging
 from atoll.train.checkpoints import Checkpoints
-from atoll.train.distributed import DistContext
+from atoll.train.estimate import job_bytes
 from atoll.train.loop import train
-from atoll.train.memory import job_bytes
 from atoll.train.spec import TrainSpec, made_from
 from train.conftest import Copy, merge
 from train.test_parallel import assert_close_weights, run_two
@@ -107,7 +107,7 @@ def test_a_tap_does_not_change_the_prediction_and_is_the_output_of_its_block(ali
 def test_gradients_of_the_alignment_reach_the_blocks_before_it(aligned: Copy, checkpointing: bool) -> None:
     spec = resolve(aligned(), train__activation_checkpointing=str(checkpointing))
     task = build_task(spec)
-    inputs = next(task.stream(8, 0, rank=0, world_size=1, workers=1, pin=False))
+    inputs = next(task.stream(0, ALONE))
     losses = task.losses(task.network, inputs)
     assert losses.regularization is not None
     assert torch.equal(losses.minimized, losses.loss + 0.5 * losses.extra["alignment"])
@@ -134,22 +134,20 @@ def test_after_the_burn_in_training_is_the_ordinary_one(aligned: Copy, tmp_path:
         def on_checkpoint(self, checkpoint: Artifact) -> None:
             kept.append(checkpoint.folder)
 
-    with_alignment = train(
-        build_task(spec), spec.settings, Checkpoints(run, "a", inputs, ALONE, 9), context=ALONE, callback=Keep()
-    )
+    with_alignment, _ = train(build_task(spec), Checkpoints(run, "a", inputs, ALONE, 9), Keep())
     assert [folder.name for folder in kept] == [f"{images:012d}" for images in (80, 160)]
     assert any(":auxiliary.optimizer.exp_avg.layers.0.weight" in key for key in weights(kept[0]))
     shutil.copytree(kept[0], run / "b/checkpoints" / kept[0].name)
-    without = train(build_task(plain), plain.settings, Checkpoints(run, "b", inputs, ALONE), context=ALONE)
-    for name, ema in with_alignment.ema.weights.items():
+    without, _ = train(build_task(plain), Checkpoints(run, "b", inputs, ALONE))
+    for name, ema in with_alignment.weights.items():
         for key, value in ema.items():
-            assert torch.equal(value, without.ema.weights[name][key]), key
+            assert torch.equal(value, without.weights[name][key]), key
     shutil.copytree(kept[0], run / "c/checkpoints" / kept[0].name)
-    network = build_task(spec)
-    train(network, spec.settings, Checkpoints(run, "c", inputs, ALONE), context=ALONE)
-    assert network.auxiliary is not None
+    task = build_task(spec)
+    train(task, Checkpoints(run, "c", inputs, ALONE))
+    assert task.projector is not None
     saved = weights(kept[0])
-    for key, value in network.auxiliary.named_parameters():
+    for key, value in task.projector.named_parameters():
         assert torch.equal(value, saved[f"state-00000.safetensors:auxiliary.network.{key}"]), "it no longer changes"
 
 
@@ -268,6 +266,6 @@ def test_impossible_alignments_are_an_error(
 def test_shards_without_patches_are_an_error(new_run: Copy) -> None:
     run = new_run(features={"patch_dimensions": 64}, **SETTINGS)
     with pytest.raises(
-        AtollError, match=r"the shards have none; with features.patch_dimensions: 64, delete data/shards"
+        AtollError, match=r"the shards have none; set features.patch_dimensions: 64 and run atoll prepare again"
     ):
         resolve(run)

@@ -8,13 +8,12 @@ from safetensors.torch import load_file
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.train import build_task, resolve_job
 from atoll.train.checkpoints import Checkpoints
-from atoll.train.distributed import DistContext
-from atoll.train.inputs import TrainingInputs
 from atoll.train.loop import train
-from atoll.train.tasks import ExpertTask, Forward, Losses
+from atoll.train.tasks import ExpertTask, Forward, Losses, TrainingInputs
 from train.conftest import Copy
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
@@ -65,7 +64,7 @@ def test_a_bad_step_is_never_applied_and_never_saved(kind: type[ExpertTask], wha
     with pytest.raises(
         AtollError, match=f"the {what} is not finite on images .*newest checkpoint is {folder}"
     ) as error:
-        train(task, spec.settings, Checkpoints(run, spec.job, {}, ALONE), context=ALONE, callback=recorder)
+        train(task, Checkpoints(run, spec.job, {}, ALONE), recorder)
     assert recorder.steps == recorder.checkpoints == [BATCH * step for step in range(1, BAD_STEP)]
     positions = torch.arange(BATCH * (BAD_STEP - 1), BATCH * BAD_STEP).numpy().astype("uint64")
     images = task.shards.ids(task.shards.order(positions, task.seed).tolist())

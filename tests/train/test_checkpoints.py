@@ -18,13 +18,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from atoll.core import artifacts, config
 from atoll.core.artifacts import Artifact, sha256_of
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
-from atoll.train import TrainSpec, host_copy, resolve_job, train_job
-from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState, file_of
-from atoll.train.distributed import DistContext
+from atoll.train import TrainSpec, checkpoints, resolve_job, train_job
+from atoll.train.checkpoints import (
+    Checkpoints,
+    CheckpointSaver,
+    HostCopy,
+    Shard,
+    TrainState,
+    file_of,
+    header,
+    own_shards,
+)
 from atoll.train.ema import EMA
-from atoll.train.host_copy import HostCopy, header, own_shards
 from atoll.train.loop import Requeue
 from train.conftest import Copy
 from train.ranks import log, no_hook, run_ranks
@@ -55,7 +63,7 @@ def saver_of(run: Path, committed: list[Artifact] | None = None, keep_last: int 
 
 def test_a_file_equals_that_of_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors, names and metadata, with tensors that span chunks, are not contiguous or have no dimension."""
-    monkeypatch.setattr(host_copy, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 40)
     tensors = {
         "matrix": torch.randn(6, 5),
         "transposed": torch.randn(4, 3).T,
@@ -95,7 +103,7 @@ def test_processes_share_full_tensors_by_size() -> None:
 
 def test_a_header_ends_at_a_multiple_of_eight_bytes() -> None:
     for length in range(1, 12):
-        found = header([host_copy.Shard("n" * length, torch.zeros(2), (0,))])
+        found = header([Shard("n" * length, torch.zeros(2), (0,))])
         assert len(found) % 8 == 0
         assert int.from_bytes(found[:8], "little") == len(found) - 8
 

@@ -10,15 +10,14 @@ import torch
 
 from atoll import cli
 from atoll.core import config
-from atoll.core.config_sections import Train
+from atoll.core.config_sections import TrainSection
 from atoll.core.networks import NetworkConfig, read_network
-from atoll.ensemble.plan import HEAP
+from atoll.data.shapes import DataShapes, TextShape
+from atoll.ensemble.memory_plan import HEAP
+from atoll.experts.cost import Product, image_cost, measured_rate, parameter_count
 from atoll.flow import objective
 from atoll.train import resolve_job
-from atoll.train.cost import Product, image_cost, measured_rate, parameter_count
-from atoll.train.data_shapes import DataShapes, TextShape
-from atoll.train.estimate import JobCosts
-from atoll.train.memory import WORKSPACE, job_bytes
+from atoll.train.estimate import WORKSPACE, JobCosts, job_bytes
 from train.conftest import Copy
 
 SHAPES = DataShapes((4, 16, 16), TextShape(8, 32, 32), ())
@@ -36,12 +35,12 @@ def network(size: int = 16, **fields: object) -> NetworkConfig:
     )  # fmt: skip
 
 
-def estimate(settings: Train, **options: object) -> int:
+def estimate(settings: TrainSection, **options: object) -> int:
     return job_bytes(network(), SHAPES, settings, **{"device": GPU, **options})
 
 
-def settings(**fields: object) -> Train:
-    return Train(**{"batch_size": 64, "sample_every": 0, "precision": "float32", **fields})
+def settings(**fields: object) -> TrainSection:
+    return TrainSection(**{"batch_size": 64, "sample_every": 0, "precision": "float32", **fields})
 
 
 def test_activations_of_attention_grow_with_the_tokens_and_not_with_their_square() -> None:

@@ -11,10 +11,10 @@ import torch
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
+from atoll.core.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from atoll.core.manifests import EXPERT
 from atoll.train import TrainSpec, build_task, resolve_job, train_job
 from atoll.train import job as jobs
-from atoll.train.distributed import STEP_TIMEOUT, WAIT_TIMEOUT, group_options
 from train.conftest import Copy
 from train.ranks import die, full_disk, log, no_hook, record_batches, run_ranks, slow_hashing
 from train.workers import assert_same_weights
@@ -33,7 +33,7 @@ def trained(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> Trained:
     def make(job: Callable[[Path], TrainSpec], **changes: Any) -> Path:
         run = new_run(**changes)
         with monkeypatch.context() as patch:
-            patch.setattr(jobs, "_commit", _stop)
+            patch.setattr(jobs, "commit", _stop)
             with pytest.raises(Stopped):
                 train_job(job(run))
         return run
@@ -66,7 +66,7 @@ def test_the_result_is_committed_even_if_the_main_process_is_slow(phase: str, tr
     run = new_run(train=settings) if phase == "save" else trained(expert, train=settings)
     hook = partial(slow_hashing, phase=phase)
     assert run_ranks(run, "--expert", "0", hook=hook, together=True) == [0, 0], log(run, 1).read_text()[-3000:]
-    assert declared(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["validation_loss"] > 0
     assert not (run / "experts/000/checkpoints").exists()
 
 
@@ -84,14 +84,14 @@ def test_all_processes_share_the_final_validation(parallel: str, trained: Traine
     ]
     assert not set(seen[0]) & set(seen[1])
     counts = [sum(rows for _, rows in part) for part in seen]
-    held_out = len(build_task(resolve_job(one, config.load(one), "expert", expert=0)).held_out)
-    assert counts == [10 * held_out] * 2, "twice (calibration, validation) half of ten rows of an image, of one EMA"
+    validation = len(build_task(resolve_job(one, config.load(one), "expert", expert=0)).validation)
+    assert counts == [10 * validation] * 2, "twice (calibration, validation) half of ten rows of an image, of one EMA"
 
     assert_same_weights(one / "experts/000/final", two / "experts/000/final")
     alone, shared = declared(one, "experts/000"), declared(two, "experts/000")
     assert shared["bridge"]["prediction_error"] == pytest.approx(alone["bridge"]["prediction_error"], rel=1e-4)
     assert alone["bridge"]["prediction_error"] > 0
-    assert shared["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-6)
+    assert shared["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-6)
     assert shared["loss_by_time"] == pytest.approx(alone["loss_by_time"], rel=1e-6)
 
 
@@ -105,7 +105,7 @@ def test_two_processes_calibrate_the_router_like_one_process(trained: Trained) -
     assert len(rows[0]) == len(rows[1]) == 15, "three clusters in ten time bins, for one EMA"
     alone, shared = declared(one, "router"), declared(two, "router")
     assert shared["temperature"] == pytest.approx(alone["temperature"], rel=1e-4)
-    for metric in ("held_out_loss", "held_out_accuracy", "loss_by_time", "accuracy_by_time"):
+    for metric in ("validation_loss", "validation_accuracy", "loss_by_time", "accuracy_by_time"):
         assert shared[metric] == pytest.approx(alone[metric], rel=1e-6), metric
 
 

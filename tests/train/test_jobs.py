@@ -15,24 +15,23 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll import cli, flow
-from atoll.apps.report import Options, report
+from atoll.apps.report import report
 from atoll.apps.report.gallery import choose_examples
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS
 from atoll.data.dataset import Batch, Shards
+from atoll.data.density import DENSITY_FILE, Density, fit_density
 from atoll.data.prepare import prepare
-from atoll.experts.density import DENSITY_FILE, Density, fit_density
-from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.data.shapes import DataShapes
+from atoll.experts.expert import DeviceOptions, condition_of, open_expert
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import condition_of, validate
+from atoll.experts.validation import validate
 from atoll.nets import Condition, concatenate, load_network, save_network
 from atoll.train import build_task, resolve_job, train_job
-from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask
-from atoll.train.inputs import TrainingInputs
-from atoll.train.tasks import ExpertTask, RouterTask
+from atoll.train.tasks import ExpertTask, RouterTask, TrainingInputs
 from shapes import write_run
 from train.conftest import Copy
 from train.posterior import give_posterior
@@ -87,9 +86,11 @@ class Labeled(Shards):
 
 
 def test_an_expert_stores_the_density_of_its_cluster(trained_experts: Path) -> None:
-    """The density of latents, captions and classes of its shards, and their number."""
+    """The density of latents, captions and classes of its shards, and their number: the file of the shards."""
     density = Density.from_tensors(load_file(trained_experts / "experts/001/final" / DENSITY_FILE))
     shards = Shards.open(trained_experts, [1])
+    expert = Artifact(trained_experts, "experts/001/final").open(EXPERT)
+    assert expert.files[DENSITY_FILE] == shards.artifacts[0].open(SHARDS).files[DENSITY_FILE]
     batch = shards.read(np.arange(len(shards)))
     assert density.count == len(shards)
     latents = shards.statistics.normalize(batch.mean.float()).flatten(1)
@@ -287,7 +288,7 @@ def test_a_diffusers_unet_can_be_trained(new_run: Copy) -> None:
     run = new_run(networks={0: unet}, experts={0: "ddpm-linear"}, train={"conditioning": "none", "total_images": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
     assert declared(run, "experts/000")["network"]["_class_name"] == "UNetExpert"
-    assert declared(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["validation_loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -349,11 +350,11 @@ def test_a_pixart_can_be_trained(new_run: Copy) -> None:
     }  # fmt: skip
     run = new_run(networks={0: pixart}, train={"total_images": 32})
     assert finish(run, "--expert", "0") == 0, (run / "log.txt").read_text()
-    assert declared(run, "experts/000")["held_out_loss"] > 0
+    assert declared(run, "experts/000")["validation_loss"] > 0
 
 
 def test_classes_without_captions_and_images_without_class(tmp_path: Path, shapes: Path) -> None:
-    """Class folders, images without class and no held-out images: networks are conditioned on labels and train."""
+    """Class folders, images without class and no validation images: networks are conditioned on labels and train."""
     for image in shapes.glob("*-*.png"):
         kind, number = image.stem.split("-")
         folder = tmp_path / "classes" / (kind if int(number) else ".")
@@ -374,13 +375,13 @@ def test_classes_without_captions_and_images_without_class(tmp_path: Path, shape
         made = declared(run, kind)
         assert made["conditioning"] == ["label"]
         assert made["text"] is None
-        assert made["held_out_loss"] is None
+        assert made["validation_loss"] is None
     settings = config.load(run, {"router.conditioning": "auto"})
     assert resolve_job(run, settings, "router").conditioning == {"label"}
-    assert "circle" in report(run, settings, Options(prompts=["circle"], steps=1)).read_text(encoding="utf-8")
+    assert "circle" in report(run, settings, prompts=["circle"], steps=1).read_text(encoding="utf-8")
     assert choose_examples(run, 3, ["circle"])[0].label == shards.content.labels.index("circle")
     with pytest.raises(AtollError, match="conditioned on classes"):
-        report(run, settings, Options(prompts=["zebra"], steps=1))
+        report(run, settings, prompts=["zebra"], steps=1)
 
 
 def test_a_router_is_conditioned_on_the_caption_by_default(trained_experts: Path) -> None:
@@ -419,7 +420,7 @@ def test_each_process_computes_the_targets_of_its_images(
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         part = task._compute_block(48).by_size[0]
-        mine = torch.arange(48, 48 + task.block) % 8 // 4 == rank  # batches of 8, four images for each
+        mine = torch.arange(48, 48 + task.spec.teacher_block) % 8 // 4 == rank  # batches of 8, four images for each
         # A teacher's batch is smaller here, and kernels sum batches of other sizes in other orders.
         torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)
         assert part[~mine].isnan().all()
@@ -452,10 +453,10 @@ def test_previews_and_validations_are_saved_and_do_not_change_training(new_run: 
     assert [path.stem for path in grids] == [f"{n:012d}" for n in (80, 160)]
     assert Image.open(grids[0]).size == (64, 64)
     assert_same_weights(plain / "experts/002/final", drawn / "experts/002/final")
-    errors = {line["images"]: line.get("held_out_loss") for line in metrics(drawn, "experts/002")}
+    errors = {line["images"]: line.get("validation_loss") for line in metrics(drawn, "experts/002")}
     assert [images for images, error in errors.items() if error is not None] == [80, 160]
     final = Artifact(drawn, "experts/002/final").read(EXPERT)
-    assert errors[160] == pytest.approx(final.held_out_loss, rel=1e-6), "all held-out images, the same noise"
+    assert errors[160] == pytest.approx(final.validation_loss, rel=1e-6), "all validation images, the same noise"
 
 
 def test_a_dry_run_prints_the_costs_and_trains_nothing(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
@@ -523,7 +524,7 @@ def test_invalid_settings_are_an_error_when_they_are_read() -> None:
         config.resolve({"train": {"batch_size": 64, "grad_accum_steps": 3}})
 
 
-def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_images(trained_experts: Path) -> None:
+def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_validation_images(trained_experts: Path) -> None:
     """Hardly trained, its x0 near noise is inaccurate, and the calibration shrinks it."""
     found = declared(trained_experts, "experts/001")
     assert found["bridge"]["prediction_error"] > 0.01
@@ -531,8 +532,8 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_images(traine
     task = replace(build_task(job), network=load_network(trained_experts / "experts/001/final").eval())
     with torch.no_grad():
         velocity = task.objective.bridge().wrap(task.predict)
-        plain = validate(velocity, task.held_out, seed=task.seed, conditioning=task.conditioning)
-    assert found["held_out_loss"] < 0.5 * (plain.mean or 0)
+        plain = validate(velocity, task.validation, seed=task.seed, conditioning=task.spec.conditioning)
+    assert found["validation_loss"] < 0.5 * (plain.mean or 0)
     assert declared(trained_experts, "experts/000")["bridge"]["prediction_error"] == 0
 
 
@@ -540,7 +541,7 @@ def test_the_bridge_of_an_epsilon_expert_is_calibrated_on_held_out_images(traine
 def test_the_bridge_of_other_predictions_is_exact(prediction: str, trained_experts: Path) -> None:
     """Their x0 has a bounded error near noise; shrinking it would only answer overfitting."""
     job = resolve_job(trained_experts, config.load(trained_experts), "expert", expert=1)
-    task = build_task(job)
+    objective = flow.objective(schedule="cosine", prediction=prediction)
+    task = build_task(replace(job, objective=objective.spec))
     assert isinstance(task, ExpertTask)
-    other = replace(task, objective=flow.objective(schedule="cosine", prediction=prediction))
-    assert other.calibrated(16).prediction_error == 0
+    assert task.calibrated(16).prediction_error == 0

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.train.metrics_logger import grid, truncate_metrics
+from atoll.train.metrics_logger import truncate_metrics
+from atoll.train.previews import grid
 from train.conftest import Copy
 from train.workers import finish, metrics
 

@@ -14,19 +14,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.core import config
 from atoll.core.artifacts import Artifact
-from atoll.core.config_sections import Train
+from atoll.core.config_sections import TrainSection
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT
 from atoll.core.networks import read_network
+from atoll.data.shapes import DataShapes
+from atoll.experts.cost import image_cost, parameter_count
 from atoll.nets import Condition, build
+from atoll.nets.blocks import NEWTON_SCHULZ_STEPS, HiddenMatrix, hidden_matrices
 from atoll.train import muon as module
 from atoll.train import resolve_job
-from atoll.train.cost import image_cost, parameter_count
-from atoll.train.data_shapes import DataShapes
-from atoll.train.distributed import DistContext
+from atoll.train.estimate import job_bytes
 from atoll.train.loop import make_optimizer
-from atoll.train.memory import job_bytes
-from atoll.train.muon import STEPS, HiddenMatrix, Muon, hidden_matrices, newton_schulz, shares_of, stacks_of
+from atoll.train.muon import Muon, newton_schulz, shares_of, stacks_of
 from train.conftest import Copy
 from train.test_parallel import ENVIRONMENT, assert_close_weights, losses, run_two
 from train.workers import assert_same_weights, finish, kill_at, weights
@@ -86,7 +87,7 @@ def test_the_update_of_a_matrix_has_the_rms_of_adamw() -> None:
     """The RMS of an orthogonal matrix is 1/sqrt(larger side); that of the update 0.2 within the band around 1."""
     network = with_gradients(tiny(width=64, heads=4))
     before = {name: weight.detach().clone() for name, weight in network.named_parameters()}
-    make_optimizer(network, Train(optimizer="muon", lr=1.0), ALONE).step()
+    make_optimizer(network, TrainSection(optimizer="muon", lr=1.0), ALONE).step()
     for name in names_of(network):
         change = network.get_parameter(name).detach() - before[name]
         assert 0.65 * 0.2 < change.square().mean().sqrt() < 1.25 * 0.2, name
@@ -113,16 +114,16 @@ def test_hidden_matrices_of_diffusers_networks_have_gradients_and_exclude_norms_
     assert all(matrix.weight.grad is not None and matrix.count == 1 for matrix in found)
     assert not [name for name in names_of(network) if "norm" in name or "emb" in name or "table" in name]
     before = [weight.detach().clone() for weight in network.parameters()]
-    make_optimizer(network, Train(optimizer="muon"), ALONE).step()
+    make_optimizer(network, TrainSection(optimizer="muon"), ALONE).step()
     assert any(not torch.equal(old, new) for old, new in zip(before, network.parameters(), strict=True))
 
 
 def test_steps_equal_those_of_torch_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps, with weights of one matrix each, and torch's steps in float32 too."""
-    monkeypatch.setattr(module, "FUSED", {})
+    monkeypatch.setattr("atoll.nets.blocks.FUSED", {})
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     ours, theirs = tiny(), tiny()
-    settings = Train(optimizer="muon", lr=0.01, weight_decay=0.1)
+    settings = TrainSection(optimizer="muon", lr=0.01, weight_decay=0.1)
     hidden = names_of(theirs)
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, weight in theirs.named_parameters():
@@ -151,7 +152,7 @@ def test_queries_keys_and_values_are_orthogonalized_separately() -> None:
     network = with_gradients(tiny())
     before = network.blocks[0].attention.qkv.weight.detach().clone()
     gradient = network.blocks[0].attention.qkv.weight.grad.view(3, 32, 32)
-    make_optimizer(network, Train(optimizer="muon", lr=0.5), ALONE).step()
+    make_optimizer(network, TrainSection(optimizer="muon", lr=0.5), ALONE).step()
     expected = newton_schulz(gradient.clone(), torch.float32) * -0.5 * 0.2 * math.sqrt(32)
     change = network.blocks[0].attention.qkv.weight.detach() - before
     torch.testing.assert_close(change.view(3, 32, 32), expected, atol=1e-5, rtol=1e-4)
@@ -165,7 +166,7 @@ def test_gate_and_value_of_a_swiglu_are_two_matrices(monkeypatch: pytest.MonkeyP
     assert inner.abs().max().item() == pytest.approx(math.sqrt(6 / (88 + 32)), rel=0.01), "Xavier of (88, 32)"
     parts = [nn.Parameter(part.detach().clone()) for part in inner.chunk(2)]
     reference = torch.optim.Muon(parts, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    optimizer = make_optimizer(network, Train(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE)
+    optimizer = make_optimizer(network, TrainSection(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE)
     for step in range(2):
         before = inner.detach().clone()
         with_gradients(network, step)
@@ -182,7 +183,7 @@ def test_stacks_are_limited_and_do_not_change_the_update(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "STACK_BYTES", limit)
         network = with_gradients(tiny())
         changes.append((len(stacks_of(hidden_matrices(network))), network))
-        make_optimizer(network, Train(optimizer="muon"), ALONE).step()
+        make_optimizer(network, TrainSection(optimizer="muon"), ALONE).step()
     assert [count for count, _ in changes] == [14, 11, 3], "one for each weight, some, and one for each shape"
     for weights_of in zip(*(network.parameters() for _, network in changes), strict=True):
         torch.testing.assert_close(weights_of[0], weights_of[1], atol=1e-6, rtol=1e-5)
@@ -191,7 +192,7 @@ def test_stacks_are_limited_and_do_not_change_the_update(monkeypatch: pytest.Mon
 
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
     network = with_gradients(tiny())
-    optimizer = make_optimizer(network, Train(optimizer="muon", weight_decay=0.1), ALONE)
+    optimizer = make_optimizer(network, TrainSection(optimizer="muon", weight_decay=0.1), ALONE)
     assert isinstance(optimizer, Muon)
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
@@ -215,14 +216,14 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments() -> None
 def test_flops_are_those_of_the_products() -> None:
     """Counted by torch for one update of all matrices, and shared between the images of a batch."""
     network, shapes = with_gradients(tiny()), DataShapes((4, 8, 8), None, ())
-    optimizer = make_optimizer(network, Train(optimizer="muon"), ALONE)
+    optimizer = make_optimizer(network, TrainSection(optimizer="muon"), ALONE)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     cost = image_cost(network.config, shapes)
     assert cost.muon_flops == counter.get_total_flops() == sum(matrix.flops for matrix in hidden_matrices(network))
     weight = HiddenMatrix(nn.Parameter(torch.empty(64, 16)), 2)  # two matrices of 32 x 16
-    assert weight.flops == 2 * STEPS * 2 * (16 * 16 * 32 + 16 * 16 * 16 + 16 * 16 * 32)
-    muon, adamw = (cost.training_flops(Train(optimizer=name, batch_size=8)) for name in ("muon", "adamw"))
+    assert weight.flops == 2 * NEWTON_SCHULZ_STEPS * 2 * (16 * 16 * 32 + 16 * 16 * 16 + 16 * 16 * 32)
+    muon, adamw = (cost.training_flops(TrainSection(optimizer=name, batch_size=8)) for name in ("muon", "adamw"))
     assert muon - adamw == cost.muon_flops // 8
 
 
@@ -236,7 +237,7 @@ def test_the_memory_has_one_moment_and_the_stacks() -> None:
         job_bytes(
             network.config,
             shapes,
-            Train(optimizer=name, batch_size=1, sample_every=0, precision="float32"),
+            TrainSection(optimizer=name, batch_size=1, sample_every=0, precision="float32"),
             device=cuda,
         )
         for name in ("muon", "adamw")
@@ -304,17 +305,18 @@ import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
-from atoll.core.config_sections import Train
-from atoll.train.distributed import init_distributed
+from atoll.core.config_sections import TrainSection
+from atoll.core.distributed import init_distributed
 from atoll.train.loop import make_optimizer
 from train.test_muon import three_steps, tiny
 
-with init_distributed(torch.device("cpu")) as context:
+with init_distributed(torch.device("cpu")) as processes:
     network = tiny(mlp="swiglu")
+    settings = TrainSection(optimizer="muon", lr=0.01, weight_decay=0.1)
     with FlopCounterMode(display=False) as counter:
-        three_steps(network, make_optimizer(network, Train(optimizer="muon", lr=0.01, weight_decay=0.1), context))
+        three_steps(network, make_optimizer(network, settings, processes))
     found = {name: weight.detach() for name, weight in network.named_parameters()}
-    save_file(found | {"flops": torch.tensor(counter.get_total_flops())}, f"{sys.argv[1]}/{context.rank}.safetensors")
+    save_file(found | {"flops": torch.tensor(counter.get_total_flops())}, f"{sys.argv[1]}/{processes.rank}.safetensors")
 """
 
 
@@ -345,7 +347,7 @@ def test_two_processes_share_newton_schulz_and_have_the_weights_of_one(tmp_path:
     flops = [int(found.pop("flops")) for found in (first, second)]
     assert sum(flops) == 3 * image_cost(alone.config, DataShapes((4, 8, 8), None, ())).muon_flops
     assert min(flops) > 0.4 * sum(flops)
-    three_steps(alone, make_optimizer(alone, Train(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE))
+    three_steps(alone, make_optimizer(alone, TrainSection(optimizer="muon", lr=0.01, weight_decay=0.1), ALONE))
     for name, weight in alone.named_parameters():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], weight.detach(), atol=1e-6, rtol=1e-5)

@@ -137,15 +137,16 @@ def kill_tree(pid: int) -> None:
 TIMESTEP = """
 import torch
 from atoll.nets import DiT, DiTConfig
-from atoll.train.distributed import init_distributed
+from atoll.nets.blocks import transformer_blocks
+from atoll.core.distributed import init_distributed
 
-with init_distributed(torch.device("cpu")) as context, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+with init_distributed(torch.device("cpu")) as processes, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
     torch.manual_seed(0)
     network = DiT(DiTConfig(size=8, patch=4, width=32, depth=1, heads=2))
     for weight in network.parameters():
         weight.normal_(std=0.3)
     x = torch.randn(1, 4, 8, 8)
-    sharded = context.wrap(network, "fsdp2", torch.bfloat16)
+    sharded = processes.wrap(network, "fsdp2", torch.bfloat16, blocks=transformer_blocks(network))
     first, second = (sharded(x, torch.tensor([time])) for time in (700.0, 701.0))
     assert (first - second).abs().max() > 0.01, "both times are 700 in bfloat16"
 """

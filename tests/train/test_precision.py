@@ -14,13 +14,12 @@ from atoll.core import config
 from atoll.core import device as devices
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import ComputeSpec
 from atoll.data.dataset import Shards
 from atoll.experts.validation import validate
 from atoll.nets import Condition
 from atoll.train import TrainSpec, build_task, resolve_job, spec, train_job
-from atoll.train.ema import EMA
-from atoll.train.job import _declaration
-from atoll.train.loop import Outcome, Requeue
+from atoll.train.loop import Requeue
 from atoll.train.spec import made_from
 from train.conftest import Copy
 
@@ -70,7 +69,7 @@ def test_a_job_of_a_gpu_resumes_elsewhere_only_in_its_precision(new_run: Copy, m
         begun = expert(run)
     with pytest.raises(Requeue):
         train_job(begun, StopAt32())
-    with pytest.raises(AtollError, match=r"train.precision was bfloat16, now float32.*change the setting back"):
+    with pytest.raises(AtollError, match=r"train.precision was bfloat16, now float32.*change this one back"):
         train_job(expert(run))
     made = train_job(expert(run, precision="bfloat16"))
     assert made.made_from["train"]["precision"] == "bfloat16"
@@ -117,7 +116,7 @@ def test_validation_ignores_autocast_and_tf32(prepared: Path) -> None:
         assert_full_precision()
         return x @ weight
 
-    shards = Shards.open(prepared, [0], "held-out")
+    shards = Shards.open(prepared, [0], "validation")
     plain = validate(velocity, shards, seed=0, conditioning=frozenset())
     with torch.autocast("cpu", torch.bfloat16):
         assert validate(velocity, shards, seed=0, conditioning=frozenset()) == plain
@@ -139,7 +138,7 @@ def test_a_network_is_calibrated_and_measured_in_full_precision(kind: str, new_r
         assert_full_precision()
 
     task.network.register_forward_pre_hook(check)
-    content = _declaration(resolved, task, Outcome(EMA(task.network, {}), 1.0))
+    compute = ComputeSpec(images=1, parameters=1, flops=1, seconds=1.0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert task.finish(content).held_out_loss is not None
+        assert task.finish(compute).validation_loss is not None
     assert calls

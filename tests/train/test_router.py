@@ -59,7 +59,7 @@ def test_on_a_random_partition_the_router_is_at_chance_with_a_warning(prepared: 
     assert finish(run, "--router") == 0, (run / "log.txt").read_text()
     declared = Artifact(run, "router/final").open(ROUTER).content
     assert declared["at_chance"]
-    assert declared["held_out_loss"] > 0.9 * declared["prior_entropy"]
+    assert declared["validation_loss"] > 0.9 * declared["prior_entropy"]
     assert "the router is at chance" in (run / "log.txt").read_text()
 
 

@@ -24,7 +24,7 @@ from atoll.nets import Condition
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.tasks import ExpertTask
 from autoencoders import write_autoencoder
-from convert import dit_release
+from models import dit_release
 from shapes import COLORS, write_run
 from train.workers import TINY
 
@@ -176,7 +176,7 @@ def test_the_bridge_of_an_expert_has_mean_and_standard_deviation_of_its_data(tmp
     assert isinstance(task, ExpertTask)
     assert task.calibrated(8).data_mean == statistics.data_mean
     # Hardly trained, it cannot estimate x0 at t = 0.999, so its x0 must be the mean of the data.
-    x0 = statistics.normalize(Shards.open(run, [0], "held-out").read(np.arange(8)).mean.float())
+    x0 = statistics.normalize(Shards.open(run, [0], "validation").read(np.arange(8)).mean.float())
     noised = flow.Objective().corrupt(x0, seed=0, t=torch.full((8,), 0.999))
     errors = []
     for own in (bridge, replace(bridge, data_mean=0.0, data_std=1.0)):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,16 @@ from PIL import Image
 from atoll import flow
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.distributed import DistContext
 from atoll.core.sizes import Size
-from atoll.experts.expert import DeviceOptions, open_expert
+from atoll.data.shapes import DataShapes
+from atoll.experts.cost import image_cost
+from atoll.experts.expert import DeviceOptions, condition_of, open_expert
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import condition_of
-from atoll.train.cost import image_cost
-from atoll.train.data_shapes import DataShapes
 from atoll.train.distill import StudentTask
-from atoll.train.estimate import JobCosts
+from atoll.train.estimate import JobCosts, job_bytes
 from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
-from atoll.train.memory import job_bytes
 from atoll.train.merge import merge
 from atoll.train.spec import TrainSpec, resolve_job
 from sized import NETWORK, ROWS, SETTINGS, SIZES, write_sized
@@ -31,6 +31,7 @@ from train.workers import assert_same_weights, metrics, weights
 
 Sized = Callable[..., Path]
 TRAIN = SETTINGS["train"]
+ALONE = DistContext(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ class Stop:
 
 
 def test_every_batch_has_one_size_and_all_sizes_are_seen(sized: Sized) -> None:
-    task = build_task(resolve(sized(), "monolith"))
-    stream = task.stream(8, 0, parts=2, rank=0, world_size=2, workers=1, pin=False)
+    task = build_task(resolve(sized(), "monolith", train__grad_accum_steps="2"))
+    stream = task.stream(0, replace(ALONE, size=2))
     seen: dict[Size, int] = {}
     for _ in range(40):
         first, second = next(stream), next(stream)
@@ -102,7 +103,7 @@ def test_two_processes_equal_one(sized: Sized, parallel: str) -> None:
     first, second = (weights(run / "experts/000/final") for run in (alone, two))
     for key in first:
         assert (first[key] - second[key]).abs().max() < 2e-4, key
-    losses = [json.loads((run / "experts/000/final/manifest.json").read_text())["content"]["held_out_loss"]
+    losses = [json.loads((run / "experts/000/final/manifest.json").read_text())["content"]["validation_loss"]
               for run in (alone, two)]  # fmt: skip
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -171,7 +172,7 @@ def test_the_student_regresses_the_teachers_of_every_size(sized: Sized) -> None:
             seen.add(tuple(expected.shape[2:]))
     assert len(seen) >= 4
     made = train_job(spec)
-    assert made.content["held_out_loss"] > 0
+    assert made.content["validation_loss"] > 0
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_alignment_with_patches_of_every_size(sized: Sized) -> None:
     run = sized(patches=6, features={"patch_dimensions": 6})
     spec = resolve(run, train__align="{until: 0.5}")
     task = build_task(spec)
-    for inputs in (next(task.stream(8, 8 * step, rank=0, world_size=1, workers=1, pin=False)) for step in range(8)):
+    for inputs in (next(task.stream(8 * step, ALONE)) for step in range(8)):
         losses = task.losses(task.network, inputs)
         assert inputs.patches is not None
         assert losses.extra["alignment"].shape == (8,)
@@ -208,7 +209,7 @@ def test_experts_of_a_shared_start_can_be_merged(sized: Sized) -> None:
     for kind, expert in (("start", 0), ("expert", 0), ("expert", 1)):
         train_job(resolve(run, kind, expert=expert))
     made = merge(run, configuration.load(run))
-    assert made.content["held_out_loss"] > 0
+    assert made.content["validation_loss"] > 0
 
 
 def test_a_network_whose_patch_does_not_fit_a_size_is_an_error(sized: Sized) -> None:

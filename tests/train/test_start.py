@@ -14,7 +14,7 @@ import atoll
 from atoll import cli
 from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.apps.models.model_card import CardData, model_card
-from atoll.apps.report import Options, report
+from atoll.apps.report import report
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
@@ -114,7 +114,7 @@ def test_the_report_compares_the_monolith_with_experts_and_start(started: Path, 
     train(run, "monolith", monolith__total_images="240")
     settings = configuration.load(run)
     shutil.rmtree(run / "experts/002")  # two experts and the start have 360 images
-    page = report(run, settings, Options(prompts=("a circle",), routings=("nearest",), steps=1)).read_text()
+    page = report(run, settings, prompts=("a circle",), routings=("nearest",), steps=1).read_text()
     assert "used 66.7% of the training FLOPs of all experts together (with their shared start," in page
     for text in ("Shared start", "average of the experts", f"atoll train {run} --start", f"atoll merge {run}"):
         assert text in page
@@ -248,10 +248,10 @@ def test_the_merged_network_is_declared_and_validated(started: Path) -> None:
     found = content(started, "merged")
     digests = tuple(Artifact(started, f"experts/00{k}/final").open(EXPERT).digest for k in range(3))
     assert (found.job, found.clusters, found.sources, found.start) == ("merged", (0, 1, 2), digests, None)
-    held_out = Shards.open(started, [0, 1, 2], "held-out")
-    opened = open_expert(expert_of_run(started, "merged", verify=True), held_out.statistics, DeviceOptions())
-    error = validate(opened.velocity, held_out, seed=0, conditioning=opened.conditioning).mean
-    assert found.held_out_loss == pytest.approx(error, rel=1e-5)
+    validation = Shards.open(started, [0, 1, 2], "validation")
+    opened = open_expert(expert_of_run(started, "merged", verify=True), validation.statistics, DeviceOptions())
+    error = validate(opened.velocity, validation, seed=0, conditioning=opened.conditioning).mean
+    assert found.validation_loss == pytest.approx(error, rel=1e-5)
 
 
 def test_the_merged_network_is_a_model_like_the_student(started: Path) -> None:
@@ -270,8 +270,8 @@ def test_merge_prints_the_error_and_does_nothing_twice(
     run = tmp_path / "run"
     shutil.copytree(started, run, ignore=shutil.ignore_patterns("merged"))
     assert cli.main(["merge", str(run)]) == 0
-    error = content(started, "merged").held_out_loss
-    assert f"merged: done, held-out error {error:.4f}, {run / 'merged/final'}" in capsys.readouterr().out
+    error = content(started, "merged").validation_loss
+    assert f"merged: done, validation error {error:.4f}, {run / 'merged/final'}" in capsys.readouterr().out
     assert Artifact(run, "merged/final").open(EXPERT).digest == Artifact(started, "merged/final").open(EXPERT).digest
     assert cli.main(["merge", str(run)]) == 0
     assert "exists already" in capsys.readouterr().out

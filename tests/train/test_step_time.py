@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.core.config_sections import Train
-from atoll.train.cost import Cost, Product
-from atoll.train.step_time import GPUS, Gpu, step_seconds
+from atoll.core.config_sections import TrainSection
+from atoll.experts.cost import Cost, Product
+from atoll.train.estimate import GPUS, Gpu, step_seconds
 
 COST = Cost(
     parameters=1_000_000_000,
@@ -23,7 +23,7 @@ LAUNCHES = 25 * 36 * 6e-6
 
 
 def seconds(flops: float, gpus: int = 1, **settings: object) -> float:
-    return step_seconds(COST, flops, Train.model_validate(settings), gpu=GPU, gpus=gpus)
+    return step_seconds(COST, flops, TrainSection.model_validate(settings), gpu=GPU, gpus=gpus)
 
 
 def test_one_gpu_has_passes_and_optimizer() -> None:
@@ -59,5 +59,5 @@ def test_fsdp2_gathers_weights_twice_a_micro_batch_and_shards_the_optimizer() ->
 def test_four_images_of_a_dit_xl_take_about_29_ms_on_each_of_eight_h100() -> None:
     """7 ms for the FLOPs at 41 %, 13 ms for the optimizer, 13 ms for the gradients, a third of it hidden."""
     cost = replace(COST, parameters=675_000_000, blocks=28)
-    step = step_seconds(cost, 32 * 3 * 237e9, Train(), gpu=GPUS["H100"], gpus=8)
+    step = step_seconds(cost, 32 * 3 * 237e9, TrainSection(), gpu=GPUS["H100"], gpus=8)
     assert step == pytest.approx(28.5e-3, rel=0.05)

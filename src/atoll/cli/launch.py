@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -45,22 +46,22 @@ class Launch:
         """Submit the jobs, or print them."""
         run = self.folder.resolve()
         config = configuration.load(run, self.overrides)
-        from contextlib import redirect_stdout
+        from atoll.apps.launch.launch import LAUNCHERS, names_of, show, submit
+        from atoll.apps.launch.launcher import LaunchSettings
+        from atoll.apps.launch.steps import LaunchRequest
 
-        from atoll.apps.launch.base import LaunchSettings, scheduler_gpus
-        from atoll.apps.launch.launch import as_dict, open_launcher, show, submit
-        from atoll.apps.launch.plan import LaunchRequest
-
-        gpus = scheduler_gpus(config)
+        # The machine that submits may have no GPU. So the run decides: nobody chooses bfloat16 to train on CPUs.
+        gpus = int(config.train.precision == "bfloat16")
         if self.on != "local" and config.island.gpus == "auto":
             requested = "one GPU" if gpus else "no GPU; set island.gpus to train on GPUs"
             print(f"island.gpus is auto: jobs request {requested}", file=sys.stderr, flush=True)
-        launcher = open_launcher(self.on, LaunchSettings(run, config.island, self.retries, self.max_parallel, gpus))
+        launcher = LAUNCHERS[self.on](LaunchSettings(run, config.island, self.retries, self.max_parallel, gpus))
         request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
-            print(show(launcher, run, config, request=request))
+            print(show(launcher, config, request))
             return
         with redirect_stdout(sys.stderr):  # Ray prints about its nodes there
-            found = submit(launcher, run, config, request=request, wait=self.wait)
+            found = submit(launcher, config, request, wait=self.wait)
         if self.json:
-            print(json.dumps(as_dict(found)))
+            submitted = names_of(found.to_submit)
+            print(json.dumps({"submitted": submitted, "running": found.running, "blocked": found.blocked}))

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes
 
-from atoll.apps.studio.options import ServerOptions
-from atoll.cli.verb import ModelName
+from atoll.apps.studio.serve_options import ServerOptions
+from atoll.cli.verb import ModelArgument
 from atoll.core.errors import AtollError
 from atoll.core.options import QuantizedLoadOptions
 
@@ -19,7 +19,7 @@ TOKEN = "ATOLL_TOKEN"
 class Serve:
     """Serve a run as a web page and an HTTP API, also in training."""
 
-    folder: ModelName
+    folder: ModelArgument
     """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
     server: Annotated[ServerOptions, OmitArgPrefixes] = field(default_factory=ServerOptions)
     load: Annotated[QuantizedLoadOptions, OmitArgPrefixes] = field(default_factory=QuantizedLoadOptions)

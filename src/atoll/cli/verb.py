@@ -8,7 +8,7 @@ from tyro.conf import Positional, Suppress, arg
 Overrides = Annotated[dict[str, str], Suppress]
 """Settings of a run (`--section.key VALUE`), removed from the command line before tyro parses the other options."""
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN")]
-ModelName = Annotated[Positional[str], arg(metavar="RUN")]
+ModelArgument = Annotated[Positional[str], arg(metavar="RUN")]
 """A run, an export or a hub name. It is a text: a path would drop the `./` that distinguishes a folder from a name."""
 KeyFile = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: atoll/key.pem in the user config)")]
 

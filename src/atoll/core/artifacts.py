@@ -21,10 +21,11 @@ with ten interruptions equals one made without. (Another processor or number of 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from uuid import uuid4
@@ -32,7 +33,6 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atoll.core import disk
-from atoll.core.differences import differences
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
@@ -50,7 +50,7 @@ so they must be plain values."""
 
 
 class Content(BaseModel):
-    """The content that an artifact of one kind declares: frozen plain values; unknown fields are errors."""
+    """The declared content of one kind of artifact: frozen plain values; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ T = TypeVar("T", bound=Content)
 
 
 @dataclass(frozen=True)
-class Kind(Generic[T]):
+class ArtifactKind(Generic[T]):
     """A kind of artifact: its name, the type of its declared content, and the version of that type."""
 
     name: str
@@ -92,15 +92,14 @@ class Manifest:
     kind: str
     made_from: Mapping[str, Any]
     content: Mapping[str, Any]
-    """Untyped, as it is stored, so that the digest equals that of the file. `Kind.parse` returns it typed."""
+    """Untyped, as stored, so that the digest is the digest of the file. `ArtifactKind.parse` returns it typed."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     version: int = 1
 
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`."""
-        files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()}
-        head = {"format": FORMAT, "kind": self.kind, "version": self.version}
-        return to_json({**head, "made_from": self.made_from, "content": self.content, "files": files})
+        files = {name: asdict(entry) for name, entry in self.files.items()}
+        return to_json({"format": FORMAT, **vars(self), "files": files})
 
     @classmethod
     def from_values(cls, value: Mapping[str, Any]) -> "Manifest":
@@ -125,8 +124,20 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _entry(file: Path) -> FileEntry:
-    return FileEntry(file.stat().st_size, sha256_of(file))
+def differences(was: Any, now: Any, key: str = "") -> list[str]:
+    """Return what changed between two nested settings, one phrase for each leaf."""
+    if was == now:
+        return []
+    if isinstance(was, dict) and isinstance(now, dict):
+        below = f"{key}." if key and key != "made_from" else ""
+        names = dict.fromkeys([*was, *now])
+        return [text for name in names for text in differences(was.get(name), now.get(name), f"{below}{name}")]
+    short = []
+    for value in (was, now):
+        text = value if isinstance(value, str) else json.dumps(value)
+        # Twelve digits distinguish the hashes of one run, as in git's abbreviated commits.
+        short.append(re.sub("^([0-9a-f]{12})[0-9a-f]{20,}$", r"\1…", text))
+    return [f"{key} was {short[0]}, now {short[1]}"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,7 @@ class _Plan:
     made_from: Inputs
 
     @classmethod
-    def of(cls, kind: Kind[Any], made_from: Inputs) -> "_Plan":
+    def of(cls, kind: ArtifactKind[Any], made_from: Inputs) -> "_Plan":
         """Return the plan as it would be read back from its file: tuples are lists, for example."""
         return cls(kind.name, kind.version, json.loads(to_json(made_from)))
 
@@ -177,7 +188,7 @@ class Artifact:
         except (ValueError, KeyError, TypeError) as error:
             raise AtollError(f"{file} is not a manifest ({error!r}); delete {self.folder} to make it again") from error
 
-    def open(self, kind: Kind[Any], *, verify: bool = False) -> Manifest:
+    def open(self, kind: ArtifactKind[Any], *, verify: bool = False) -> Manifest:
         """Return the manifest of a committed artifact, after checking the size of every file.
 
         With `verify`, check the SHA-256 of every file too.
@@ -192,7 +203,7 @@ class Artifact:
             self._check_file(name, entry, verify)
         return manifest
 
-    def read(self, kind: Kind[T], *, verify: bool = False) -> T:
+    def read(self, kind: ArtifactKind[T], *, verify: bool = False) -> T:
         """Return the declared content of a committed artifact; `verify` as in `open`."""
         return kind.parse(self.open(kind, verify=verify), self.folder)
 
@@ -211,7 +222,7 @@ class Artifact:
 
     # Writing
 
-    def begin(self, kind: Kind[Any], made_from: Inputs) -> Manifest | None:
+    def begin(self, kind: ArtifactKind[Any], made_from: Inputs) -> Manifest | None:
         """Write the plan. Return the manifest if the artifact is committed already, or None if work remains.
 
         Raise `AtollError` if the folder was made, or half made, from other inputs.
@@ -225,17 +236,18 @@ class Artifact:
         # Another job wrote a plan since the check above: compare with that one.
         return self.manifest() if self.check(kind, made_from) else None
 
-    def check(self, kind: Kind[Any], made_from: Inputs) -> bool:
+    def check(self, kind: ArtifactKind[Any], made_from: Inputs) -> bool:
         """Return whether the artifact is committed. Raise `AtollError` if it is made from other inputs."""
         now = _Plan.of(kind, made_from)
         if changes := differences(vars(self._plan() or now), vars(now)):
             raise AtollError(
-                f"{self.folder} is stale: {'; '.join(changes)}. Delete {self.folder}, or change the setting back"
+                f"{self.folder} is stale: {'; '.join(changes)}. A run keeps the settings that its results were made "
+                "with: change this one back, or use another run folder"
             )
         return self.manifest() is not None
 
-    def outdated(self, kind: Kind[Any], made_from: Inputs, follows: Collection[str]) -> bool:
-        """Return whether it was begun with other values of the inputs in `follows`, but of no other inputs."""
+    def outdated(self, kind: ArtifactKind[Any], made_from: Inputs, follows: Collection[str]) -> bool:
+        """Return whether inputs changed, and all of them are in `follows`."""
         was, now = self._plan(), _Plan.of(kind, made_from)
         if was is None or (was.kind, was.version) != (now.kind, now.version):
             return False
@@ -243,7 +255,7 @@ class Artifact:
         changed = {name for name in names if was.made_from.get(name) != now.made_from.get(name)}
         return bool(changed) and changed <= set(follows)
 
-    def restart(self, kind: Kind[Any], made_from: Inputs, keep: Callable[[Path], bool]) -> None:
+    def restart(self, kind: ArtifactKind[Any], made_from: Inputs, keep: Callable[[Path], bool]) -> None:
         """Begin again with other inputs. Only the files that `keep` accepts stay."""
         # The folder has a plan at every moment: the old one until all other files are removed.
         if was := self._plan():
@@ -284,26 +296,15 @@ class Artifact:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{uuid4().hex}")
         try:
-            yield temporary
-            _flush(temporary)
-            temporary.replace(target)
-            _flush(target.parent)
+            with disk.explained(target, size, temporary=temporary):
+                yield temporary
+                _flush(temporary)
+                temporary.replace(target)
+                _flush(target.parent)
         except FileNotFoundError:
-            self._reraise_unless_committed()
-        except Exception as error:
-            if not disk.is_full(error):
+            # Scratch files may disappear for one reason: another job committed the same artifact and removed them.
+            if self.manifest() is None:
                 raise
-            temporary.unlink(missing_ok=True)  # a full disk needs its space
-            raise disk.full_error(target, size) from error
-
-    def _reraise_unless_committed(self) -> None:
-        """Raise the current `FileNotFoundError` again unless the artifact is committed.
-
-        Scratch files may disappear for one reason: another job that makes the same artifact committed it and removed
-        them.
-        """
-        if self.manifest() is None:
-            raise
 
     def write(self, file: str, data: bytes) -> None:
         """Write one file of bytes."""
@@ -346,7 +347,10 @@ class Artifact:
         known = hashed or {}
         found = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if self._belongs(path)}
         names = sorted((found | known.keys()) - set(exclude))
-        files = {name: known.get(name) or _entry(self.path(name)) for name in names}
+        files = {
+            name: known.get(name) or FileEntry(self.path(name).stat().st_size, sha256_of(self.path(name)))
+            for name in names
+        }
         plain = content.model_dump(mode="json") if isinstance(content, Content) else content
         made = Manifest(plan.kind, plan.made_from, json.loads(to_json(plain)), files, plan.version)
         # The manifest must not reach the disk before the files whose hashes it lists.
@@ -369,18 +373,16 @@ class Artifact:
         # replace the file of another job, and open(…, "x") would show a half-written file to readers.
         temporary = self.path(f"{'' if file.startswith('.') else '.'}{file}.{uuid4().hex}")
         try:
-            temporary.write_bytes(data)
-            _flush(temporary)
-            os.link(temporary, self.path(file))
+            with disk.explained(self.path(file), len(data), temporary=temporary):
+                temporary.write_bytes(data)
+                _flush(temporary)
+                os.link(temporary, self.path(file))
         except FileExistsError:
             return False
         except FileNotFoundError:
-            self._reraise_unless_committed()
-            return False
-        except OSError as error:
-            if not disk.is_full(error):
+            if self.manifest() is None:  # as in `writing`
                 raise
-            raise disk.full_error(self.path(file), len(data)) from error
+            return False
         finally:
             temporary.unlink(missing_ok=True)
         _flush(self.folder)

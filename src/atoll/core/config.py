@@ -1,123 +1,101 @@
 """The configuration of a run: YAML validated by pydantic, with the same keys as dotted options on the command line.
 
 `RUN/atoll.yaml` holds a run's settings. Every key has a default. An unknown key is an error that suggests the nearest
-valid one. `--section.key VALUE` on any verb that reads a run overrides
-the file. VALUE is parsed as YAML, so the file and the command line share one validation.
+valid one. `--section.key VALUE` on any verb that reads a run overrides the file. VALUE is parsed as YAML, so the file
+and the command line share one validation. `to_yaml` writes the file with a comment for every key.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from atoll.core.config_sections import (
-    Clusters,
-    Data,
-    ExpertKey,
-    ExpertNetwork,
-    Features,
-    Island,
-    Latents,
-    Monolith,
-    NamedObjective,
-    NetworkChoice,
-    Objective,
-    Router,
-    Section,
-    SharedStart,
-    Student,
-    Text,
-    Train,
-)
+from atoll.core import config_sections as sections
+from atoll.core.config_sections import NAMED_OBJECTIVES, ExpertKey, NetworkChoice, ObjectiveSection, Section
 from atoll.core.errors import AtollError, nearest
 from atoll.core.layout import CONFIG_FILE, JobKind
+from atoll.core.networks import BASE
 
 
 class Config(Section):
     """All settings of a run."""
 
     preset: str | None = Field(None, description="preset of the run; a dry run prints its published costs")
-    data: Data = Data()
-    features: Features = Features()
-    clusters: Clusters = Clusters()
-    latents: Latents = Latents()
-    text: Text = Text()
-    experts: dict[ExpertKey, NamedObjective] = Field(
-        {"default": Objective()},
+    data: sections.DataSection = sections.DataSection()
+    features: sections.FeaturesSection = sections.FeaturesSection()
+    clusters: sections.ClustersSection = sections.ClustersSection()
+    latents: sections.LatentsSection = sections.LatentsSection()
+    text: sections.TextSection = sections.TextSection()
+    experts: dict[ExpertKey, sections.NamedObjective] = Field(
+        {"default": ObjectiveSection()},
         description="objective of every expert (default) or of one expert by number; a name or its fields",
     )
-    networks: dict[ExpertKey, ExpertNetwork] = Field(
+    networks: dict[ExpertKey, sections.ExpertNetwork] = Field(
         {"default": "DiT-XS/2"},
         description="network of every expert (default) or of one expert by number; a named size or its fields",
     )
-    train: Train = Train()
-    shared_start: SharedStart = SharedStart()
-    router: Router = Router()
-    monolith: Monolith = Monolith()
-    student: Student = Student()
-    island: Island = Island()
+    train: sections.TrainSection = sections.TrainSection()
+    shared_start: sections.SharedStartSection = sections.SharedStartSection()
+    router: sections.RouterSection = sections.RouterSection()
+    monolith: sections.MonolithSection = sections.MonolithSection()
+    student: sections.StudentSection = sections.StudentSection()
+    island: sections.IslandSection = sections.IslandSection()
 
-    @field_validator("networks")
+    @field_validator("experts", "networks")
     @classmethod
-    def _add_default_network(cls, networks: dict[ExpertKey, NetworkChoice]) -> dict[ExpertKey, NetworkChoice]:
-        return {"default": "DiT-XS/2", **networks}
-
-    @field_validator("experts")
-    @classmethod
-    def _add_default_objective(cls, experts: dict[ExpertKey, Objective]) -> dict[ExpertKey, Objective]:
-        return {"default": Objective(), **experts}
+    def _add_default(cls, given: dict[ExpertKey, Any], info: ValidationInfo) -> dict[ExpertKey, Any]:
+        return {**cls.model_fields[info.field_name or ""].default, **given}
 
     @model_validator(mode="after")
-    def _expert_numbers_exist(self) -> Self:
-        initial = self.train.init_from if isinstance(self.train.init_from, dict) else {}
+    def _sections_fit(self) -> Self:
+        """Check what several sections say together."""
+        train, count = self.train, self.clusters.count
+        # The encoders of a base model are those of its pipeline.
+        choice = self.networks["default"]
+        if isinstance(choice, dict) and "base" in choice:
+            options = json.dumps(choice.get("options", {}), sort_keys=True)
+            name = f"{BASE}{choice['base']}" + (f"#{options}" if choice.get("options") else "")
+            latents, text = {"autoencoder": name, "normalization": "scale"}, {"encoder": name}
+            object.__setattr__(self, "latents", self.latents.model_copy(update=latents))
+            object.__setattr__(self, "text", self.text.model_copy(update=text))
+        # Experts by number
+        initial = train.init_from if isinstance(train.init_from, dict) else {}
         for section, keys in (("experts", self.experts), ("networks", self.networks), ("train.init_from", initial)):
             for key in keys:
-                if isinstance(key, int) and not 0 <= key < self.clusters.count:
-                    last = self.clusters.count - 1
-                    raise ValueError(f"{section}.{key}: there is no expert {key}; this run has experts 0 to {last}")
-        return self
-
-    @model_validator(mode="after")
-    def _aligns_with_patches(self) -> Self:
-        if self.train.align is not None and not self.features.patch_dimensions:
+                if isinstance(key, int) and not 0 <= key < count:
+                    raise ValueError(
+                        f"{section}.{key}: there is no expert {key}; this run has experts 0 to {count - 1}"
+                    )
+        # Alignment
+        if train.align is not None and not self.features.patch_dimensions:
             raise ValueError(
                 "train.align needs patch features; set features.patch_dimensions: 64 and run atoll prepare, or set "
                 "train.align: null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _micro_batches_are_equal(self) -> Self:
+        # Micro-batches are equal.
         for name in ("shared_start", "router", "monolith", "student"):
-            own = getattr(self, name)
-            if own.batch_size is not None and own.batch_size % self.train.grad_accum_steps:
-                steps = self.train.grad_accum_steps
-                raise ValueError(f"{name}.batch_size {own.batch_size} is not a multiple of grad_accum_steps {steps}")
-        return self
-
-    @model_validator(mode="after")
-    def _result_is_an_ema_of_the_monolith(self) -> Self:
+            size = getattr(self, name).batch_size
+            if size is not None and size % train.grad_accum_steps:
+                raise ValueError(
+                    f"{name}.batch_size {size} is not a multiple of grad_accum_steps {train.grad_accum_steps}"
+                )
         # The section `train` has checked its own EMAs; the monolith may have others.
-        known = self.monolith.ema or self.train.ema
-        if self.train.result_ema not in (None, *known):
-            raise ValueError(f"train.result_ema is {self.train.result_ema!r}; monolith.ema has {', '.join(known)}")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit_the_shared_start(self) -> Self:
-        if not self.shared_start.flops_share:
-            return self
-        for key, network in self.networks.items():
+        known = self.monolith.ema or train.ema
+        if train.result_ema not in (None, *known):
+            raise ValueError(f"train.result_ema is {train.result_ema!r}; monolith.ema has {', '.join(known)}")
+        # Experts fit the shared start.
+        for key, network in self.networks.items() if self.shared_start.flops_share else ():
             if network != self.networks["default"]:
                 raise ValueError(f"networks.{key}: with shared_start, all experts have the network networks.default")
-        if isinstance(self.train.init_from, dict) and self.train.init_from.keys() - {"default"}:
+        if self.shared_start.flops_share and initial.keys() - {"default"}:
             raise ValueError("train.init_from: with shared_start, experts start from it; give one folder for the start")
         return self
 
-    def objective(self, expert: int) -> Objective:
+    def objective(self, expert: int) -> ObjectiveSection:
         """Return the objective of one expert."""
         if not 0 <= expert < self.clusters.count:
             raise AtollError(f"there is no expert {expert}: this run has experts 0 to {self.clusters.count - 1}")
@@ -131,7 +109,8 @@ class Config(Section):
         """Return the number of images that a job is trained on, before it is rounded up to full steps.
 
         A shared start takes its share from every expert. All networks are equal, so the FLOPs follow the images. The
-        experts' share is rounded to steps and the start gets the rest, so start and experts have the total of before.
+        experts' share is rounded to steps, and the start gets the rest. Together they train on as many images as
+        without a shared start.
         """
         # At least one step is left to each side, however small or large the share.
         share, batch_size = self.shared_start.flops_share, self.train.batch_size
@@ -220,8 +199,8 @@ def keys_at(path: list[str]) -> list[str]:
     """Return the keys of the section at `path`."""
     section: type[BaseModel] = Config
     for part in path:
-        found = _section_in(section.model_fields[part].annotation) if part in section.model_fields else None
-        section = found or section
+        if part in section.model_fields:
+            section = _section_in(section.model_fields[part].annotation) or section
     return list(section.model_fields)
 
 
@@ -231,3 +210,40 @@ def _section_in(annotation: object) -> type[BaseModel] | None:
     if get_origin(annotation) in (dict, Union, UnionType, Annotated):
         return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
     return None
+
+
+def to_yaml(config: Config, notes: Mapping[str, str] | None = None) -> str:
+    """Return the whole configuration as YAML, with a comment for every key; `notes` add to the comments by key."""
+    lines: list[str] = []
+    _write_section(config, lines, "", notes=notes or {})
+    return "\n".join(lines) + "\n"
+
+
+def _write_section(section: BaseModel, lines: list[str], above: str, *, notes: Mapping[str, str]) -> None:
+    indent = "  " if above else ""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel) and not indent:
+            lines.extend([*([""] if lines else []), f"{name}:  # {type(value).__doc__}"])
+            _write_section(value, lines, f"{name}.", notes=notes)
+            continue
+        plain = section.model_dump(mode="json", include={name})[name]
+        if name == "experts":
+            names = {objective: known for known, objective in NAMED_OBJECTIVES.items()}
+            plain = {
+                key: names.get(objective) or objective.model_dump(mode="json", exclude_defaults=True)
+                for key, objective in value.items()
+            }
+        note = f" ({notes[above + name]})" if above + name in notes else ""
+        comment = f"  # {field.description}{note}" if field.description else ""
+        if isinstance(plain, dict) and plain:
+            lines.extend([*([] if indent else [""]), f"{indent}{name}:{comment}"])
+            lines.extend(f"{indent}  {key}: {_inline(item)}" for key, item in plain.items())
+        else:
+            lines.append(f"{indent}{name}: {_inline(plain)}{comment}")
+
+
+def _inline(value: object) -> str:
+    """Return one value as YAML on one line."""
+    # The width is larger than any value, so that PyYAML never breaks the line.
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("\n...\n").strip()

@@ -17,7 +17,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Objective(Section):
+class ObjectiveSection(Section):
     """The training objective of one expert, with the names of `atoll.flow`."""
 
     schedule: ScheduleName = Field("linear", description="noise schedule")
@@ -30,7 +30,7 @@ class Objective(Section):
     min_snr_gamma: float = Field(5.0, gt=0, description="gamma of the min-snr weighting")
 
 
-NAMED_OBJECTIVES: dict[str, Objective] = {name: Objective(**parts) for name, parts in OBJECTIVES.items()}
+NAMED_OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(**parts) for name, parts in OBJECTIVES.items()}
 
 
 def _objective_by_name(value: object) -> object:
@@ -103,10 +103,10 @@ HalfLives = Annotated[dict[str, float], Field(min_length=1), AfterValidator(_che
 NetworkChoice = str | dict[str, Any]  # a named size, or some fields of a network
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
 RouterNetwork = Annotated[NetworkChoice, _checked("Router")]
-NamedObjective = Annotated[Objective, BeforeValidator(_objective_by_name)]
+NamedObjective = Annotated[ObjectiveSection, BeforeValidator(_objective_by_name)]
 
 
-class Data(Section):
+class DataSection(Section):
     """The source of the images and how they are stored."""
 
     source: str = Field("emoji", description="folder, tar files, parquet files, name of a datasets dataset, or emoji")
@@ -140,7 +140,7 @@ class Data(Section):
     workers: int = Field(2, ge=1, description="threads that read and decode images")
 
 
-class Features(Section):
+class FeaturesSection(Section):
     """The image features that clustering and `train.align` use."""
 
     model: str = Field(
@@ -153,7 +153,7 @@ class Features(Section):
     )
 
 
-class Clusters(Section):
+class ClustersSection(Section):
     """The partition of the data. Each cluster trains one expert."""
 
     count: int = Field(8, ge=1, description="number of clusters and experts; 1 trains one dense model")
@@ -168,7 +168,7 @@ class Clusters(Section):
     seed: int = Field(0, ge=0, lt=2**31, description="random seed of the partition")
 
 
-class Latents(Section):
+class LatentsSection(Section):
     """The latents that experts are trained on."""
 
     autoencoder: str = Field(
@@ -182,7 +182,7 @@ class Latents(Section):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
 
 
-class Text(Section):
+class TextSection(Section):
     """The text embeddings that experts are conditioned on."""
 
     encoder: str = Field("minilm", description="minilm, none, or a transformers text encoder (hub name or folder)")
@@ -191,7 +191,7 @@ class Text(Section):
     dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="stored precision")
 
 
-class Align(Section):
+class AlignSection(Section):
     """Alignment of a middle block with patch features."""
 
     weight: float = Field(0.5, gt=0, le=1000, description="weight of the alignment in the loss")
@@ -201,7 +201,7 @@ class Align(Section):
     )
 
 
-class Train(Section):
+class TrainSection(Section):
     """Training settings of every job. Those that are not experts can override some of them in their sections."""
 
     total_images: int = Field(500_000, ge=1, description="images seen in training, counted with repetition")
@@ -231,7 +231,7 @@ class Train(Section):
     init_from: Annotated[str | dict[ExpertKey, str] | None, BeforeValidator(_folders)] = Field(
         None, description="folder of initial weights, or {default: FOLDER, 3: FOLDER} per expert; null is random"
     )
-    align: Align | None = Field(
+    align: AlignSection | None = Field(
         None, description="alignment with the stored patch features: {weight: 0.5, until: 0.4}; null is none"
     )
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -243,7 +243,9 @@ class Train(Section):
     keep_last: int = Field(2, ge=1, description="number of checkpoints to keep")
     log_every: int = Field(2_000, ge=1, description="images between two lines of metrics.jsonl")
     validate_every: int = Field(
-        0, ge=0, description="images between two validations of the first EMA, logged as held_out_loss; 0 disables them"
+        0,
+        ge=0,
+        description="images between two validations of the resulting EMA, logged as validation_loss; 0 disables them",
     )
     sample_every: int = Field(100_000, ge=0, description="images between two sample grids; 0 disables them")
     sample_count: int = Field(16, ge=0, description="images per sample grid")
@@ -275,7 +277,7 @@ class Train(Section):
         return self
 
 
-class SharedStart(Section):
+class SharedStartSection(Section):
     """One dense network that all experts start from. Null takes the value of the train section."""
 
     flops_share: float = Field(
@@ -286,7 +288,7 @@ class SharedStart(Section):
     lr_schedule: Literal["constant", "cosine"] | None = Field(None, description="learning rate after the warmup")
 
 
-class Router(Section):
+class RouterSection(Section):
     """Training settings of the router. Null takes the value of the train section."""
 
     network: RouterNetwork = Field("DiT-B/2", description="named size, or the fields of a network")
@@ -300,7 +302,7 @@ class Router(Section):
     lr_schedule: Literal["constant", "cosine"] | None = Field(None, description="learning rate after the warmup")
 
 
-class Monolith(Section):
+class MonolithSection(Section):
     """Training settings of the monolith, which sees all clusters. Null takes the value of the train section."""
 
     total_images: int | None = Field(None, ge=1, description="images seen in training")
@@ -315,7 +317,7 @@ class Monolith(Section):
     log_every: int | None = Field(None, ge=1, description="images between two lines of metrics.jsonl")
 
 
-class Student(Section):
+class StudentSection(Section):
     """Training settings of the distilled student. Null takes the value of the train section."""
 
     network: ExpertNetwork | None = Field(
@@ -327,7 +329,7 @@ class Student(Section):
     block: int = Field(8192, ge=1, description="images whose targets are computed at once, one expert after the other")
 
 
-class Island(Section):
+class IslandSection(Section):
     """Resources that atoll launch requests for each training job. They do not change results."""
 
     nodes: int = Field(1, ge=1, description="nodes per job")

@@ -1,4 +1,4 @@
-"""Devices, and the precision of computations on them. This is the only module of core that imports torch.
+"""Devices, and the precision of computations on them. Only this module and `distributed` of core import torch.
 
 The precision policy:
 
@@ -18,14 +18,12 @@ that the host decides must be read in one go (`download`), and everything that i
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError, unknown
 
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ASYNCHRONOUS = ("cuda", "xpu")
 """Kinds of devices with streams and pinned host memory. Copies to others (MPS) are made when they are needed. ROCm's

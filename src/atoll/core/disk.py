@@ -10,7 +10,7 @@ from atoll.core.errors import AtollError
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error is that of a full disk or an exceeded quota."""
+    """Return whether an error means a full disk or an exceeded quota."""
     # Errors of safetensors have a text and no number.
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
 
@@ -25,14 +25,17 @@ def full_error(file: Path, need: int | None = None) -> AtollError:
 
 
 @contextmanager
-def explained(file: Path, need: int | None = None) -> Iterator[None]:
-    """Raise `full_error` for a file that is written here and does not fit; remove the part of it that was written."""
+def explained(file: Path, need: int | None = None, *, temporary: Path | None = None) -> Iterator[None]:
+    """Raise `full_error` for a file that is written here and does not fit; remove the part that was written.
+
+    `temporary` is the name under which it is written, if that is not its own.
+    """
     try:
         yield
     except Exception as error:
         if not is_full(error):
             raise
-        file.unlink(missing_ok=True)
+        (temporary or file).unlink(missing_ok=True)
         raise full_error(file, need) from error
 
 
@@ -42,5 +45,5 @@ def free_bytes(path: Path) -> int:
 
 
 def size_text(size: float) -> str:
-    """Return a number of bytes as a text."""
+    """Format a number of bytes as GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -26,26 +26,22 @@ def host_memory(root: Path = Path("/")) -> int:
     It is the memory of the machine or, if that is less, the limit of a container or of a Slurm job; divided by the
     number of processes that torchrun started on the machine. `root` is where /proc and /sys are.
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_cgroup_limits(root)]) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _cgroup_limits(root: Path) -> list[int]:
-    """Return the limits of the cgroups of this process, and of those above them, which count as well."""
-    limits, lines = [], list[str]()
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    lines = list[str]()
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    # The limits of the cgroups of this process, and of the groups above them.
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         folder = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        # In a container the name may be that on the host, while the files are those of the root: others are missing.
+        # In a container the name may be the host's, while the files are the root's: others are missing.
         group = Path(name.lstrip("/"))
         for file in (folder / above / file for above in (group, *group.parents) for file in LIMIT_FILES):
             with suppress(OSError, ValueError):  # "max" is no limit
                 limits.append(int(file.read_text(encoding="utf-8")))
-    return limits
+    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def pinned_size(size: int) -> int:

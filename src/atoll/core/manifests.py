@@ -1,21 +1,19 @@
 """The declared content of every kind of artifact, as plain frozen values. No torch here.
 
-Trusted and untrusted manifests are parsed by the same code: `Kind.parse` checks every field and names a wrong one in
-its error. Other packages turn these values into objects (`Statistics`, `Bridge`, networks).
+Trusted and untrusted manifests are parsed by the same code: `ArtifactKind.parse` checks every field and
+names a wrong one in its error. Other packages turn these values into objects (`Statistics`, `Bridge`, networks).
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from atoll.core.artifacts import Content, Kind
+from atoll.core.artifacts import ArtifactKind, Content
 from atoll.core.names import BridgeMode, Prediction, ScheduleName, TimesName, WeightingName
-from atoll.core.networks import StoredNetwork
+from atoll.core.networks import Count, NetworkDeclaration, Positive
 
-Conditioning = Literal["text", "pooled", "label"]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
+ConditionKind = Literal["text", "pooled", "label", "arguments"]
 ByTime = tuple[float | None, ...]
 """A metric in each of ten equal bins of the time t from 0 to 1; None in a bin without images."""
 
@@ -112,6 +110,8 @@ class TextContent(Content):
     """Width of the pooled vector."""
     precision: str = "float32"
     """In which the text encoder computed."""
+    base: NetworkDeclaration | None = None
+    """The base network whose arguments are stored instead of token states."""
 
 
 class PatchSpec(Content):
@@ -166,6 +166,8 @@ class TextSpec(Content):
     """Width of the pooled vector."""
     captions: bool = False
     """Whether some image of the run has several captions."""
+    base: NetworkDeclaration | None = None
+    """The base network whose arguments the captions are encoded to; null if they are encoded to tokens."""
 
 
 class DataSpec(Content):
@@ -271,13 +273,13 @@ class NetworkContent(DataSpec):
     """Name of the training job, such as `experts/003`."""
     clusters: tuple[int, ...]
     """Clusters that it was trained on; for a router, those that it chooses from."""
-    network: StoredNetwork
+    network: NetworkDeclaration
     """Class and fields of the network, as in its config.json."""
-    conditioning: tuple[Conditioning, ...]
+    conditioning: tuple[ConditionKind, ...]
     """What the network receives besides latent and timestep."""
     compute: ComputeSpec | None = None
     """Cost of its training."""
-    held_out_loss: float | None = None
+    validation_loss: float | None = None
     """Validation loss; null without validation images."""
     loss_by_time: ByTime | None = None
     """Validation loss in ten bins of t; null in a bin without images."""
@@ -312,7 +314,7 @@ class RouterContent(NetworkContent):
     """Entropy of the cluster sizes in nats: the best possible loss at t = 1 of an unconditioned router."""
     temperature: float
     """Divisor of the logits, fitted to validation images; 1 without them."""
-    held_out_accuracy: float | None = None
+    validation_accuracy: float | None = None
     """Accuracy on validation images, over all times."""
     accuracy_by_time: ByTime | None = None
     """Accuracy on validation images in ten bins of t."""
@@ -345,14 +347,14 @@ class PipelineContent(Content):
 
 
 # The version of a kind is raised when its fields change their meaning, so that old artifacts are refused by version.
-INGEST = Kind("ingest", IngestContent)
-FEATURES = Kind("features", FeaturesContent)
-CLUSTERS = Kind("clusters", ClustersContent)
-LATENTS = Kind("latents", LatentsContent)
-TEXT = Kind("text", TextContent)
-PATCHES = Kind("patches", PatchesContent)
-SHARDS = Kind("shards", ShardsContent)
-EXPERT = Kind("expert", ExpertContent)
-ROUTER = Kind("router", RouterContent)
-CHECKPOINT = Kind("checkpoint", CheckpointContent)
-PIPELINE = Kind("pipeline", PipelineContent)
+INGEST = ArtifactKind("ingest", IngestContent)
+FEATURES = ArtifactKind("features", FeaturesContent)
+CLUSTERS = ArtifactKind("clusters", ClustersContent)
+LATENTS = ArtifactKind("latents", LatentsContent)
+TEXT = ArtifactKind("text", TextContent)
+PATCHES = ArtifactKind("patches", PatchesContent)
+SHARDS = ArtifactKind("shards", ShardsContent)
+EXPERT = ArtifactKind("expert", ExpertContent)
+ROUTER = ArtifactKind("router", RouterContent)
+CHECKPOINT = ArtifactKind("checkpoint", CheckpointContent)
+PIPELINE = ArtifactKind("pipeline", PipelineContent)

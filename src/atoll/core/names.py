@@ -1,4 +1,4 @@
-"""Names of schedules, predictions and objectives. No torch here: the command line imports this module."""
+"""Names that people type: objectives, solvers, stages, splits. No torch here: the command line imports this module."""
 
 from typing import Literal, TypedDict, get_args
 
@@ -9,6 +9,9 @@ WeightingName = Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-
 BridgeMode = Literal["exact", "published-linear", "published-schedule"]
 GuidanceWeights = Literal["conditional", "separate"]
 """Weights of the experts in v_null: those of the condition, p(k | x, c), or those of the null condition, p(k | x)."""
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Split = Literal["train", "validation"]
+StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]
 SolverName = Literal["euler", "heun", "flow-euler", "flow-heun", "dpm++", "unipc"]
 
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)

@@ -40,6 +40,8 @@ DEFAULT_NAME = "DiT-XS/2"
 DiffusersName = Literal["PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert"]
 DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
 """Classes of experts that wrap a diffusers model."""
+BASE = "base:"
+"""What the name of a base model begins with, where an autoencoder or a text encoder is named."""
 CLASS_NAME = "_class_name"
 """The key of config.json for the class of a network, as in diffusers."""
 ConfigJson = dict[str, JsonValue]
@@ -172,8 +174,7 @@ class DiTConfig(NamedConfig):
     """Scaling of the latents that a released network was trained on; it does not change the network's output."""
 
     def __post_init__(self) -> None:
-        _check_width(self.width, self.heads, self.positions)
-        _check_patch(self.size, self.patch)
+        _check_shape(self)
         if self.embedder_per_block and self.modulation != "zero":
             raise ValueError("embedder_per_block needs modulation 'zero': AdaLN-Single has one shared embedder")
 
@@ -219,13 +220,7 @@ class RouterConfig(NamedConfig):
     """Scaling of the latents that a released router was trained on."""
 
     def __post_init__(self) -> None:
-        _check_width(self.width, self.heads, self.positions)
-        _check_patch(self.size, self.patch)
-
-    @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.width // self.heads
+        _check_shape(self)
 
 
 @dataclass(frozen=True, config=_CHECKED)
@@ -265,7 +260,73 @@ class DiffusersConfig:
         return value if isinstance(value, int) else 0
 
 
-NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig
+@dataclass(frozen=True, config=_CHECKED)
+class TraceSpec:
+    """How a pipeline calls its network: velocity = sign · network(state, scale · sigma + offset, conditioning)."""
+
+    state: str
+    """Name of the argument with the noisy latents."""
+    state_shape: tuple[int, ...]
+    """Shape of this argument for one image; only the places of dimensions of size 1 count."""
+    state_list: bool
+    """Whether the states of a batch are a list."""
+    time: str
+    scale: float
+    offset: float
+    sign: Literal[-1, 1]
+    batching: dict[str, JsonValue]
+    """How the other arguments of a batch are made of those of its images (`nets/arguments.py`)."""
+    by_prompt: tuple[str, ...]
+    """Arguments that depend on the prompt. The others depend on the size alone, or on nothing."""
+    options: dict[str, JsonValue]
+    """Keyword arguments of the pipeline's call."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether the state is a sequence of tokens (tokens, channels) instead of a grid (channels, height, width)."""
+        return len([size for size in self.state_shape if size != 1]) == 2
+
+
+MAX_RANK = 1024
+"""Four times the largest rank in common use. A full rank is better trained as a whole, with `lora: null`."""
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class LoraSpec:
+    """A LoRA adapter."""
+
+    rank: Annotated[int, Field(gt=0, le=MAX_RANK)] = 16
+    alpha: Ratio = 16.0
+    targets: Literal["auto"] | tuple[str, ...] = "auto"
+    """Names of linear layers, or their ends; auto is all linear layers but the last one."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class BaseConfig(NamedConfig):
+    """The network of a diffusers pipeline as an expert, with an adapter or as a whole."""
+
+    class_name = "BaseExpert"
+    base: str
+    """Name of the pipeline on the hub, or `local`."""
+    weights: str
+    """Fingerprint of the network's files."""
+    network_class: str
+    network: dict[str, JsonValue]
+    """The config.json of the network."""
+    channels: Positive
+    trace: TraceSpec
+    lora: LoraSpec | None = None
+
+    @property
+    def patch(self) -> int:
+        """What the sides of latents must be multiples of."""
+        patch = self.network.get("patch_size", self.network.get("all_patch_size"))
+        patch = patch[0] if isinstance(patch, list) and patch else patch
+        return patch if isinstance(patch, int) and not self.trace.packed else 1
+
+
+NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig | BaseConfig
 
 
 def read_network(values: Mapping[str, Any]) -> NetworkConfig:
@@ -275,6 +336,8 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
         return DiTConfig.from_dict(values)
     if kind == RouterConfig.class_name:
         return RouterConfig.from_dict(values)
+    if kind == BaseConfig.class_name:
+        return BaseConfig.from_dict(values)
     if kind not in DIFFUSERS_EXPERTS:
         known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
         raise AtollError(unknown("kind of network", kind, known))
@@ -289,18 +352,20 @@ def _read(value: object) -> object:
         raise ValueError(str(error)) from error
 
 
-StoredNetwork = Annotated[NetworkConfig, BeforeValidator(_read), PlainSerializer(lambda config: config.to_dict())]
+NetworkDeclaration = Annotated[NetworkConfig, BeforeValidator(_read), PlainSerializer(lambda config: config.to_dict())]
 """A network in a manifest: the content of its config.json."""
 
 
 def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]) -> None:
     """Raise `AtollError` for a network in the configuration with a wrong name, field or value."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
-    own = parts.pop(CLASS_NAME, kind)
+    if "base" in parts and kind == "DiT":
+        lora_of(parts)
+        return
+    own, known = parts.pop(CLASS_NAME, kind), (kind,) if kind == "Router" else (kind, *DIFFUSERS_EXPERTS)
+    if own not in known:
+        raise AtollError(unknown("kind of network", own, known))
     if own != kind:
-        known = (kind,) if kind == "Router" else (kind, *DIFFUSERS_EXPERTS)
-        if own not in known:
-            raise AtollError(unknown("kind of network", own, known))
         return
     name = parts.pop("name", DEFAULT_NAME)
     if not isinstance(name, str) or name not in NAMES:
@@ -309,6 +374,19 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
     # The size comes from the data, which may not be prepared yet. One patch is a size that is always valid.
     spec.setdefault("size", spec["patch"])
     (DiTConfig if kind == "DiT" else RouterConfig).from_dict(spec)
+
+
+def lora_of(choice: Mapping[str, Any]) -> LoraSpec | None:
+    """Return the adapter of a base model in the configuration; None trains the base as a whole."""
+    for name in choice:
+        if name not in ("base", "options", "lora"):
+            raise AtollError(unknown("field of a base model", name, ("base", "options", "lora")))
+    given = choice.get("lora", {})
+    try:
+        return None if given is None else LoraSpec(**given)
+    except (TypeError, ValidationError) as error:
+        problems = error.errors() if isinstance(error, ValidationError) else []
+        raise AtollError(f"lora: {'; '.join(map(_sentence, problems)) or error}") from error
 
 
 def check_fits_data(choice: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
@@ -324,19 +402,15 @@ def check_fits_data(choice: Mapping[str, Any], needed: Mapping[str, Any]) -> Non
             raise AtollError(f"{name} is {given}, but the prepared data needs {value}; omit {name}")
 
 
-def _check_width(width: int, heads: int, positions: str) -> None:
+def _check_shape(config: DiTConfig | RouterConfig) -> None:
     # 2D sine-cosine positions take a quarter of the width each for sine and cosine of x and of y.
-    if width % heads or width % 4:
-        raise ValueError(f"width {width} must be a multiple of 4 and of heads {heads}")
-    if positions == "rope" and width // heads % 4:
-        raise ValueError(
-            f"positions 'rope' need a head width that is a multiple of 4; width / heads is {width // heads}"
-        )
-
-
-def _check_patch(size: int, patch: int) -> None:
-    if size % patch:
-        raise ValueError(f"size {size} is not a multiple of patch {patch}")
+    if config.width % config.heads or config.width % 4:
+        raise ValueError(f"width {config.width} must be a multiple of 4 and of heads {config.heads}")
+    head_width = config.width // config.heads
+    if config.positions == "rope" and head_width % 4:
+        raise ValueError(f"positions 'rope' need a head width that is a multiple of 4; width / heads is {head_width}")
+    if config.size % config.patch:
+        raise ValueError(f"size {config.size} is not a multiple of patch {config.patch}")
 
 
 def _sentence(error: Any) -> str:

@@ -9,9 +9,7 @@ from typing import Annotated, Literal, Self, get_args
 from tyro.conf import arg
 
 from atoll.core.errors import AtollError, unknown
-from atoll.core.names import OWN_SOLVERS, SOLVERS, GuidanceWeights, SolverName
-
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceWeights, SolverName
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
-class Settings(SamplingOptions):
+class SampleSettings(SamplingOptions):
     """All sampling settings of an image. Every image file contains them as metadata."""
 
     routing: str = "top-1"  # the best strategy of DDM

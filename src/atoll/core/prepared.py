@@ -8,16 +8,16 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.config import Config
-from atoll.core.config_sections import Clusters, Text
+from atoll.core.config_sections import ClustersSection, TextSection
 from atoll.core.errors import AtollError
 
 _READING = ("kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk", "buckets")
 _RECORDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (layout.INGEST, "data", _READING),
     (layout.FEATURES, "features", ("model", "resolution", "batch_size")),
-    (layout.CLUSTERS, "clusters", tuple(Clusters.model_fields)),
+    (layout.CLUSTERS, "clusters", tuple(ClustersSection.model_fields)),
     (layout.LATENTS, "latents", ("autoencoder", "batch_size", "dtype")),
-    (layout.TEXT, "text", tuple(Text.model_fields)),
+    (layout.TEXT, "text", tuple(TextSection.model_fields)),
     (layout.shards(0), "data", ("shard_rows", "flip")),
     (layout.shards(0), "latents", ("normalization",)),
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from atoll.core.names import ObjectiveParts
 
-Settings = dict[str, object]
-"""A part of a configuration, as in atoll.yaml. `config.resolve` checks every key and value."""
+PartialConfig = dict[str, object]
+"""A part of a configuration, as in atoll.yaml. `config.resolve` checks every key and value, and adds the defaults: the
+objective is flow matching, for example."""
 EXPERTS = 8
 """Number of experts in DDM, Paris and HDDM."""
 DDM_STEPS = 800_000
@@ -23,7 +24,7 @@ def half_life(decay: float, batch_size: int) -> float:
 
 
 _AUTOENCODER = {"autoencoder": "stabilityai/sd-vae-ft-mse"}
-_PHOTOGRAPHS: Settings = {
+_PHOTOGRAPHS: PartialConfig = {
     "features": {"model": "facebook/dinov2-large"},
     "clusters": {"count": EXPERTS, "num_fine": 1024},
     "latents": _AUTOENCODER,
@@ -33,32 +34,25 @@ _SCALED = {**_AUTOENCODER, "normalization": "scale"}
 """Latents scaled as in DiT and Paris, so that released networks can initialize an expert or join the ensemble."""
 # Common to the presets for GPUs. Intervals are in images, and are orders of magnitude: at 200 images per second, a log
 # line every minute, and a checkpoint and previews every 1.5 hours.
-_TRAIN: Settings = {
+_TRAIN: PartialConfig = {
     "beta2": 0.999,
     "precision": "bfloat16",
-    "cfg_dropout": 0.1,
     "save_every": 1_000_000,
     "log_every": 10_000,
     "sample_every": 1_000_000,
     "workers": 8,
 }
 
-_MIDDLE_TIMES: ObjectiveParts = {
-    "schedule": "linear",
-    "prediction": "velocity",
-    "times": "logit-normal",
-    "time_mean": 0.4,
-}
+_MIDDLE_TIMES: ObjectiveParts = {"times": "logit-normal", "time_mean": 0.4}
 """Flow matching with most training times around t = 0.6, where the image takes shape: a short training shows sooner."""
 _X0_MIDDLE_TIMES: ObjectiveParts = {**_MIDDLE_TIMES, "prediction": "x0", "weighting": "as-velocity"}
 """x0 prediction at the same times. It has the best images of a short training, and DDPM the worst (recipes/demo)."""
 
-PRESETS: dict[str, Settings] = {
+PRESETS: dict[str, PartialConfig] = {
     "emoji": {
         "features": {"resolution": 128},
         "clusters": {"count": 4},
         "text": {"max_tokens": 24},
-        "experts": {"default": "flow-matching"},
         "router": {"network": "DiT-XS/2", "conditioning": "auto"},
     },
     # Your own images on one GPU: networks from the hub, and a router conditioned on whatever the data has.
@@ -66,7 +60,6 @@ PRESETS: dict[str, Settings] = {
         **_PHOTOGRAPHS,
         "data": {"source": "path/to/images", "resolution": 256, "buckets": "auto", "val_fraction": 0.01, "workers": 8},
         "features": {"model": "facebook/dinov2-base"},
-        "experts": {"default": "flow-matching"},
         "networks": {"default": "DiT-B/2"},
         "train": {
             **_TRAIN,
@@ -79,6 +72,27 @@ PRESETS: dict[str, Settings] = {
             "sample_every": 400_000,
         },
         "router": {"network": "DiT-S/2", "conditioning": "auto"},
+    },
+    # Your own images as LoRA experts of one base model, on one GPU. `atoll init --base` checks and names the base.
+    "base": {
+        "data": {"source": "path/to/images", "resolution": 1024, "val_fraction": 0.01, "workers": 8},
+        "features": {"model": "facebook/dinov2-base"},
+        "clusters": {"count": 4},
+        "networks": {"default": {"base": "path/to/base", "lora": {"rank": 16, "alpha": 16}}},
+        "train": {
+            **_TRAIN,
+            "total_images": 20_000,
+            "batch_size": 4,
+            "lr": 1e-4,
+            "warmup_images": 400,
+            "ema": {"ema": half_life(0.999, 4)},
+            "activation_checkpointing": True,
+            "compile": False,
+            "save_every": 2_000,
+            "log_every": 200,
+            "sample_every": 0,
+        },
+        "router": {"network": "DiT-S/2", "conditioning": "auto", "total_images": 200_000, "batch_size": 64},
     },
     # `atoll demo`, which takes minutes on a CPU: few images of one style, small networks, a router conditioned on the
     # prompt. All sizes are choices for a few minutes of training, and the learning rate is high for the same reason.
@@ -119,7 +133,6 @@ PRESETS: dict[str, Settings] = {
         "latents": _SCALED,
         "data": {"source": "path/to/imagenet/train", "resolution": 256, "val_fraction": 0.01, "workers": 16},
         "text": {"encoder": "none"},
-        "experts": {"default": "flow-matching"},
         "networks": {"default": {"name": "DiT-XL/2", "modulation": "zero", "num_classes": 1000}},
         "train": {
             **_TRAIN,
@@ -201,27 +214,30 @@ PRESETS: dict[str, Settings] = {
 
 _OURS = "our choice: not published"
 _COMMON = {
+    **dict.fromkeys(("data.val_fraction", "train.beta2", "train.precision", "train.warmup_images"), _OURS),
+    **dict.fromkeys(("train.weight_decay", "train.max_grad_norm"), _OURS),
     "clusters.count": "DDM, Paris and HDDM: 8; DDM found 4 and 16 worse",
     "clusters.num_fine": "1024 in the clustering code that DDM cites",
-    "train.beta2": _OURS,
-    "train.precision": _OURS,
-    "train.warmup_images": _OURS,
-    "train.weight_decay": _OURS,
-    "train.max_grad_norm": _OURS,
     "train.init_from": "HDDM initializes from a DiT checkpoint: atoll convert SRC DST --to flow-matching, and DST here",
     "router.network": "DDM, Paris and HDDM: DiT-B/2",
-    "data.val_fraction": _OURS,
 }
 _DDM = {
+    **dict.fromkeys(("latents.autoencoder", "train.lr", "train.cfg_dropout", "router.lr", "router.batch_size"), _OURS),
     "features.model": "DDM: DINOv2; its size is our choice",
-    "latents.autoencoder": _OURS,
-    "train.lr": _OURS,
     "train.ema": f"{_OURS}; decay 0.9999 per step",
-    "train.cfg_dropout": _OURS,
-    "router.lr": _OURS,
-    "router.batch_size": _OURS,
 }
 NOTES: dict[str, dict[str, str]] = {
+    "base": {
+        **dict.fromkeys(
+            ("clusters.count", "train.total_images", "train.lr", "train.ema", "router.total_images"), _OURS
+        ),
+        "data.resolution": "the default of the base's pipeline",
+        "latents.autoencoder": "from networks.default",
+        "text.encoder": "from networks.default",
+        "networks": "the base of all experts; each trains its own adapter",
+        "train.batch_size": "our choice, with activation_checkpointing, for one GPU with 24 GB",
+        "train.compile": "our choice: a base was not compiled in any test",
+    },
     "imagenet256": {
         **_COMMON,
         **_DDM,

@@ -1,1 +1,1 @@
-"""Data preparation: from images to the shards of each island, and the reader that training uses."""
+"""Data preparation: from images to the shards and density of each cluster, and the reader that training uses."""

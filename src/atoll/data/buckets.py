@@ -7,17 +7,18 @@ batch has one size.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from atoll.core.config import Config
-from atoll.core.config_sections import Data, NetworkChoice
+from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError
 from atoll.core.networks import CLASS_NAME, DEFAULT_NAME, DIFFUSERS_EXPERTS, NAMES, read_network
 from atoll.core.sizes import Size, bucket_sizes, nearest_size
 from atoll.data.chunks import prefetch
 from atoll.data.images import BadImage, image_size
-from atoll.data.sources.base import Source, SourceImage
+from atoll.data.sources.source import Source, SourceImage
 
 SAMPLE = 4096
 """Images whose headers are read. The share of a bucket with 1 % of the images is then known within 0.3 % (two standard
@@ -32,18 +33,18 @@ SHOWN = 8
 
 def side_multiple(config: Config, factor: int) -> int:
     """Return what the sides of buckets are multiples of: all patch sizes times the factor of the autoencoder."""
+    patches = []
     own = [] if config.student.network is None else [config.student.network]
-    return math.lcm(*map(_patch, [*config.networks.values(), config.router.network, *own])) * factor
+    for choice in [*config.networks.values(), config.router.network, *own]:
+        parts: Mapping[str, Any] = {"name": choice} if isinstance(choice, str) else choice
+        if parts.get(CLASS_NAME) in DIFFUSERS_EXPERTS:
+            patches.append(read_network(parts).patch)
+        else:
+            patches.append(int(parts.get("patch", NAMES[parts.get("name", DEFAULT_NAME)]["patch"])))
+    return math.lcm(*patches) * factor
 
 
-def _patch(choice: NetworkChoice) -> int:
-    parts: Mapping[str, Any] = {"name": choice} if isinstance(choice, str) else choice
-    if parts.get(CLASS_NAME) in DIFFUSERS_EXPERTS:
-        return read_network(parts).patch
-    return int(parts.get("patch", NAMES[parts.get("name", DEFAULT_NAME)]["patch"]))
-
-
-def choose_sizes(data: Data, source: Source, *, images: int, multiple: int) -> tuple[Size, ...]:
+def choose_sizes(data: DataSection, source: Source, *, images: int, multiple: int) -> tuple[Size, ...]:
     """Return the sizes of a run, from the headers of some of its `images`."""
     if data.buckets == "off":
         return (Size.square(data.resolution),)
@@ -57,7 +58,9 @@ def choose_sizes(data: Data, source: Source, *, images: int, multiple: int) -> t
                 )
         return sizes
     candidates = bucket_sizes(data.resolution, multiple)
-    shapes = [shape for shape in prefetch(_sample(source, images), _shape, data.workers) if shape]
+    # Evenly spread, because sources are often sorted.
+    sample = islice(source.images(), 0, None, -(-images // SAMPLE))
+    shapes = [shape for shape in prefetch(sample, _shape, data.workers) if shape]
     kept, left_out = merge_small(candidates, shapes)
     if left_out:
         by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
@@ -97,12 +100,6 @@ def merge_small(
         left_out[size] = count
         by_size = filled([other for other in by_size if other != size])
     return tuple(size for size in candidates if size in by_size), left_out
-
-
-def _sample(source: Source, images: int) -> Iterator[SourceImage]:
-    """Yield at most `SAMPLE` images, evenly spread: sources are often sorted."""
-    every = -(-images // SAMPLE)
-    return (image for number, image in enumerate(source.images()) if number % every == 0)
 
 
 def _shape(image: SourceImage) -> tuple[int, int] | None:

@@ -1,9 +1,8 @@
 """Chunks: the unit in which a stage is computed, committed, resumed and divided among workers.
 
-A chunk holds the readable ones of some consecutive images of the source: of c·size up to (c+1)·size, as long as the
-source does not change. It is cut into batches in the same way by every worker and after every interruption, because the
-batch size can change the rounding of a network's output. So on one machine a chunk of the same pass always has the same
-bytes. A chunk without a readable image has no file.
+A chunk covers `size` consecutive source images and stores the readable ones. It is cut into batches in the same way by
+every worker and after every interruption, because the batch size can change the rounding of a network's output. So on
+one machine a chunk of the same pass always has the same bytes. A chunk without a readable image has no file.
 
 The file of a chunk is named by its key, a hash of its images, their metadata and the settings of the index. If the
 source changes, its chunks keep their images as far as possible (`Listing`), and files of known keys are not made again.
@@ -36,9 +35,12 @@ from atoll.core.sizes import Size
 T = TypeVar("T")
 R = TypeVar("R")
 
+MIRRORED = "_mirrored"
+"""Suffix of the names of tensors of the mirror images."""
+
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerShare:
     """One of `count` workers that divide a stage. Worker `index` (from 0) computes consecutive chunks."""
 
     # Consecutive chunks are in the same tar or row group of the source, which then only one worker reads.
@@ -46,7 +48,7 @@ class Worker:
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Worker":
+    def parse(cls, text: str) -> "WorkerShare":
         """Parse `i/n`, with i from 0 to n-1."""
         index, slash, count = text.partition("/")
         if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
@@ -57,6 +59,10 @@ class Worker:
         """Return the chunks of this worker."""
         # Integer division distributes the chunks so that the numbers of two workers differ by at most one.
         return range(chunks * self.index // self.count, chunks * (self.index + 1) // self.count)
+
+
+WHOLE = WorkerShare()
+"""The share of a single worker."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Chunks:
     lengths: tuple[int, ...] | None = None
     """Number of images in each chunk; None if all but the last have `size`."""
     keys: Sequence[str | None] | None = None
-    """What the files are named by: a hash of the images of each chunk, None as long as it is unknown; else numbers."""
+    """Content hash of each chunk (None: not yet known). Without `keys`, files are numbered."""
 
     @property
     def count(self) -> int:
@@ -89,7 +95,7 @@ class Chunks:
         """Return the name of the first file that exists in a complete artifact."""
         return self.file(next(chunk for chunk in range(self.count) if self.length(chunk)))
 
-    def missing(self, worker: Worker = Worker()) -> list[int]:  # noqa: B008 - it is frozen
+    def missing(self, worker: WorkerShare = WHOLE) -> list[int]:
         """Return the chunks of this worker that have images but no file yet."""
         return [c for c in worker.share(self.count) if self.length(c) and not self.has(c)]
 
@@ -105,7 +111,9 @@ class Chunks:
             if path.relative_to(self.artifact.folder).as_posix() not in own:
                 path.unlink(missing_ok=True)
 
-    def fill(self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]) -> None:
+    def write_batches(
+        self, what: str, missing: list[int], batches: Iterable[tuple[int, int, dict[str, Tensor]]]
+    ) -> None:
         """Write the missing chunks from batches of (chunk, number of images, tensors by name), ordered by chunk."""
         done = self.rows - sum(map(self.length, missing))
         with progress(what, self.rows, done) as bar:

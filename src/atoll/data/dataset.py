@@ -1,19 +1,21 @@
 """The reader for training: batches from shards, in a shuffled order that needs no saved state.
 
     shards = Shards.open(run, [3])                       # one cluster; several for a router or a dense model
-    for batch in shards.stream(batch_size=256, seed=0, start=steps * 256, rank=rank, world_size=world_size):
-        x0 = shards.latents(batch, seed=0, position=position)
+    for positions in shards.positions(256, start=steps * 256, rank=rank, world_size=world_size):
+        batch = shards.draw(positions, seed=0, batch_size=256)
+        x0 = shards.latents(batch, seed=0, position=positions)
 
 The image at position p of the stream is `shuffled(p mod n)` of epoch p div n, for n images. If the images have several
-sizes, each size has such a stream of its own, and a batch takes the next images of one size (`batch_order.py`). Ranks
+sizes, each size has such a stream of its own, and a batch takes the next images of one size (`shuffle.py`). Ranks
 take slices of one global batch, so the global batches do not depend on the number of processes. Training resumes at any
 position, since the position determines everything that follows. Files are memory-mapped: they are read on access, and
 processes share the system's page cache.
 """
 
 import itertools
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +30,13 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS, ShardsContent
+from atoll.core.networks import BaseConfig
 from atoll.core.sizes import Size
-from atoll.data.batch_order import BatchOrder, Indices
-from atoll.data.chunks import prefetch
-from atoll.data.shuffle import shuffled
-from atoll.data.stages.latents import MIRRORED
+from atoll.data.chunks import MIRRORED
+from atoll.data.shuffle import BatchOrder, Indices, shuffled
 from atoll.encoders.autoencoder import Statistics
 from atoll.flow import rng
+from atoll.nets.arguments import ARGUMENT, SHAPE, SHARED, STRUCTURE, ArgumentTable, unflatten
 
 LATENT_STREAM = 11
 """Random stream for samples of the autoencoder's posterior. Each use of randomness has its own number."""
@@ -65,15 +67,16 @@ class Batch:
     """Whether each token is real (N, max_tokens)."""
     pooled: Tensor | None
     """Pooled text (N, D')."""
+    table: ArgumentTable | None = None
+    """The arguments of a base network: row 0 is the null condition, row n + 1 the caption of image n."""
     patches: Tensor | None = None
     """Patch features (N, rows, columns, D), 8-bit integers in the steps of the manifest; None unless requested."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device."""
-        required = (part.to(device) for part in (self.index, self.cluster, self.label, self.mean))
-        parts = (self.std, self.text, self.mask, self.pooled, self.patches)
-        optional = (part if part is None else part.to(device) for part in parts)
-        return Batch(*required, *optional)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **moved)
 
 
 class _File:
@@ -90,6 +93,20 @@ class _File:
         """Index of the first token of each caption in `tokens`."""
         lengths = self.tensors["lengths"].long()
         return lengths.cumsum(0) - lengths
+
+    @cached_property
+    def _arguments(self) -> dict[str, tuple[Tensor, ...]]:
+        """The arguments of a base network for each caption, by path, flat."""
+        shapes = {name: part for name, part in self.tensors.items() if name.startswith(SHAPE)}
+        paths = {name.removeprefix(SHAPE): part.prod(1).tolist() for name, part in shapes.items()}
+        return {path: torch.split(self.tensors[ARGUMENT + path], sizes) for path, sizes in paths.items()}
+
+    def arguments(self, caption: int) -> dict[str, Tensor]:
+        """Return the arguments of one caption by path."""
+        return {
+            path: parts[caption].reshape(self.tensors[SHAPE + path][caption].tolist())
+            for path, parts in self._arguments.items()
+        }
 
     @cached_property
     def last_captions(self) -> Tensor:
@@ -119,17 +136,33 @@ class _File:
 class Shards:
     """The images of one or more clusters, numbered from 0 in the order of clusters, files and rows."""
 
-    def __init__(self, artifacts: list[Artifact], split: Literal["train", "held-out"], verify: bool = False) -> None:
-        manifests = [artifact.open(SHARDS, verify=verify) for artifact in artifacts]
-        contents = [SHARDS.parse(made, own.folder) for own, made in zip(artifacts, manifests, strict=True)]
+    def __init__(
+        self,
+        artifacts: list[Artifact],
+        split: Literal["train", "validation"],
+        verify: bool = False,
+        *,
+        content: ShardsContent | None = None,
+    ) -> None:
+        """Open committed artifacts; with `content`, open one whose files are written but not yet committed."""
+        if content is None:
+            manifests = [artifact.open(SHARDS, verify=verify) for artifact in artifacts]
+            contents = [SHARDS.parse(made, own.folder) for own, made in zip(artifacts, manifests, strict=True)]
+            files = [sorted(manifest.files) for manifest in manifests]
+        else:
+            contents, files = [content], [sorted(path.name for path in artifacts[0].folder.iterdir())]
         _check_alike(artifacts, contents)
         self.content = contents[0]
+        found = self.content.text and self.content.text.base
+        self.base = found if isinstance(found, BaseConfig) else None
+        """The base network that the captions are arguments of; None if they are tokens."""
+        self._shared: dict[Size, tuple[dict[str, Tensor], Any]] = {}
         self.statistics = Statistics.of(self.content.statistics)
         self.artifacts = artifacts
         self._files = [
             _File(artifact.path(file), content.cluster)
-            for artifact, manifest, content in zip(artifacts, manifests, contents, strict=True)
-            for file in sorted(manifest.files)
+            for artifact, content, names in zip(artifacts, contents, files, strict=True)
+            for file in names
             if file.startswith(f"{split}-") and file.endswith(".safetensors")
         ]
         self._ends = np.cumsum([file.rows for file in self._files], dtype=np.int64)
@@ -145,7 +178,7 @@ class Shards:
         cls,
         run: Path | str,
         clusters: list[int],
-        split: Literal["train", "held-out"] = "train",
+        split: Literal["train", "validation"] = "train",
         *,
         verify: bool = False,
     ) -> "Shards":
@@ -244,7 +277,7 @@ class Shards:
         # Images are read file by file, and then brought back into the requested order by `restore`.
         wanted = torch.from_numpy(np.asarray(indices).astype(np.int64))
         owner = np.searchsorted(self._ends, wanted.numpy(), side="right")
-        slots, parts = [], []
+        slots, parts, arguments = [], [], []
         if len(sizes := {self._files[number].size for number in np.unique(owner)}) > 1:
             raise ValueError(f"a batch has images of one size; got {', '.join(map(str, sorted(sizes)))} (latents)")
         for number in np.unique(owner):
@@ -253,11 +286,27 @@ class Shards:
             rows = wanted[mine] - int(self._ends[number]) + file.rows
             slots.append(mine)
             part = self._rows(file, rows, None if mirrored is None else mirrored[mine], patches=patches)
-            parts.append(part | self._text(file, file.captions(rows, None if captions is None else captions[mine])))
+            chosen = file.captions(rows, None if captions is None else captions[mine])
+            parts.append(part | self._text(file, chosen))
+            if self.base is not None:
+                arguments += [file.arguments(int(caption)) for caption in chosen]
         restore = torch.cat(slots).argsort()
         joined = {key: torch.cat([part[key] for part in parts])[restore] for key in parts[0]}
         optional = {key: joined.get(key) for key in ("std", "text", "mask", "pooled", "patches")}
-        return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional)
+        table = None
+        if self.base is not None:
+            table = self._table([arguments[place] for place in restore], sizes.pop())
+        return Batch(wanted, joined["cluster"], joined["label"], joined["mean"], **optional, table=table)
+
+    def _table(self, captions: list[dict[str, Tensor]], size: Size) -> ArgumentTable:
+        """Return the arguments of a base network for some captions: theirs, and those that the size determines."""
+        assert self.base is not None
+        if size not in self._shared:
+            tensors = load_file(self.artifacts[0].path(SHARED.format(size)))
+            self._shared[size] = tensors, json.loads(tensors.pop(STRUCTURE).numpy().tobytes())
+        tensors, structure = self._shared[size]
+        rows = [unflatten({**tensors, **own}, structure) for own in ({}, *captions)]
+        return ArgumentTable(rows, self.base.trace.batching)
 
     def _rows(self, file: _File, rows: Tensor, mirrored: Tensor | None, *, patches: bool) -> dict[str, Tensor]:
         wanted = ("mean", "std", *(("patches",) if patches else ()))
@@ -277,6 +326,8 @@ class Shards:
         """Return the embeddings of the captions with these indices in the file."""
         if self.content.text is None:
             return {}
+        if self.base is not None:
+            return {"pooled": file.tensors["pooled"][captions]}
         # Shards store the real tokens of all captions in sequence, without padding (tokens, D). The batch gets them as
         # (N, max_tokens, D).
         lengths = file.tensors["lengths"][captions].long()
@@ -287,20 +338,10 @@ class Shards:
         text = file.tensors["tokens"][at] * mask[..., None]
         return {"mask": mask, "text": text, "pooled": file.tensors["pooled"][captions]}
 
-    def stream(
-        self, batch_size: int, seed: int, start: int = 0, *, rank: int = 0, world_size: int = 1, workers: int = 1
-    ) -> Iterator[Batch]:
-        """Yield batches without end, from position `start` on: this rank's slice of each global batch of `batch_size`.
-
-        `workers` threads read ahead of the consumer.
-        """
-        slices = self.positions(batch_size, start, rank=rank, world_size=world_size)
-        return prefetch(slices, lambda part: self.draw(part, seed, batch_size=batch_size), workers)
-
     def positions(
         self, batch_size: int, start: int = 0, *, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray[Any, Any]]:
-        """Return the positions of the batches of `stream`, without end."""
+        """Yield positions without end, from `start` on: this rank's slice of each global batch of `batch_size`."""
         if batch_size % world_size or not 0 <= rank < world_size:
             raise ValueError(f"a batch of {batch_size} cannot be divided: rank {rank}, world size {world_size}")
         if not len(self):

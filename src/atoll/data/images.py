@@ -10,7 +10,6 @@ import io
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,21 +25,18 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", 
 """File name suffixes by which images are found. The format is then detected from the content."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of the size of an image."""
+MAX_PIXELS = 89_478_485
+"""Largest number of pixels; more is treated as a decompression bomb. This is where Pillow begins to warn."""
+MAX_DECODED = 2**25
+"""Largest number of pixels that are decoded. A pixel takes at most 8 bytes until it is RGB, so each worker needs at
+most 270 MB. A JPEG, which is decoded at a fraction of its size, may have more pixels; so photographs of all common
+cameras are accepted."""
+MIN_SIDE = 8
+"""Smallest side in pixels: web data contains many 1x1 spacers. The value is a choice."""
 
-    largest: int = 89_478_485
-    """Largest number of pixels; more is treated as a decompression bomb. This is where Pillow begins to warn."""
-    decoded: int = 2**25
-    """Largest number of pixels that are decoded. A pixel takes at most 8 bytes until it is RGB, so each worker needs at
-    most 270 MB. A JPEG, which is decoded at a fraction of its size, may have more pixels; so photographs of all common
-    cameras are accepted."""
-    smallest: int = 8
-    """Smallest side in pixels: web data contains many 1x1 spacers. The value is a choice."""
-
-
-LIMITS = Limits()
+# Thumbnails and gaps of contact sheets in pixels; choices. Eight thumbnails with gaps are 548 pixels wide, which fits a
+# web page.
+THUMBNAIL, _GAP, _COLUMNS = 64, 4, 8
 _STRIP_ROWS = 256
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 """Tags of a TIFF."""
@@ -87,26 +83,26 @@ class BadImage(Exception):  # noqa: N818 - it names the image's state
         return (BadImage, (self.reason,))
 
 
-def decode(data: bytes, resolution: int, *, limits: Limits = LIMITS) -> Image.Image:
+def decode(data: bytes, resolution: int) -> Image.Image:
     """Return a square RGB image: `open_image`, and `fit` to the resolution."""
     size = Size.square(resolution)
-    return fit(open_image(data, [size], limits=limits), size)
+    return fit(open_image(data, [size]), size)
 
 
-def image_size(data: bytes, *, limits: Limits = LIMITS) -> tuple[int, int]:
+def image_size(data: bytes) -> tuple[int, int]:
     """Return width and height of an image, upright by EXIF. Pixels are not decoded."""
-    image = _open(data, limits)
+    image = _open(data)
     width, height = image.size
     return (height, width) if _orientation(image, data) >= 5 else (width, height)
 
 
-def open_image(data: bytes, targets: Sequence[Size], *, limits: Limits = LIMITS) -> Image.Image:
+def open_image(data: bytes, targets: Sequence[Size]) -> Image.Image:
     """Return an RGB image for `fit` to the targets: upright by EXIF, in the colors of sRGB, on white.
 
     The format is detected from the content, not from a file name. An animation gives its first frame. A JPEG may be
     decoded at a fraction of its size, if that is enough for the targets. Raise `BadImage` if the image cannot be used.
     """
-    image = _open(data, limits)
+    image = _open(data)
     kind, orientation = image.format, _orientation(image, data)
     # Twice the size keeps the quality of the resize.
     wanted = [2 * max(size.width for size in targets), 2 * max(size.height for size in targets)]
@@ -116,10 +112,8 @@ def open_image(data: bytes, targets: Sequence[Size], *, limits: Limits = LIMITS)
         # A TIFF is decoded by tiles, which may be larger than the image.
         tags = getattr(image, "tag_v2", {})
         pixels = max(width * height, int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0)))
-        if pixels > limits.decoded:
-            raise BadImage(
-                f"{pixels:,} pixels to decode are more than the limit of {limits.decoded:,}; make it smaller"
-            )
+        if pixels > MAX_DECODED:
+            raise BadImage(f"{pixels:,} pixels to decode are more than the limit of {MAX_DECODED:,}; make it smaller")
         found = _on_white(image)
         del image  # the next copy would be the third one in memory
         return found.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else found
@@ -143,7 +137,7 @@ def fit(image: Image.Image, size: Size, ratio: Size | None = None) -> Image.Imag
     return image.resize((size.width, size.height), Image.Resampling.LANCZOS)
 
 
-def _open(data: bytes, limits: Limits) -> Image.Image:
+def _open(data: bytes) -> Image.Image:
     """Return an image whose header is checked, and whose pixels are not decoded."""
     if not data:
         raise BadImage("the file is empty (0 bytes)")
@@ -156,11 +150,15 @@ def _open(data: bytes, limits: Limits) -> Image.Image:
     except _DAMAGE as error:
         raise BadImage(f"damaged header: {error}") from error
     width, height = image.size
-    if width * height > limits.largest:
-        raise BadImage(f"{width}x{height} pixels are more than the limit of {limits.largest}")
-    if min(width, height) < limits.smallest:
-        raise BadImage(f"{width}x{height} pixels are too few; the limit is {limits.smallest} on a side")
-    _check_range(image)
+    if width * height > MAX_PIXELS:
+        raise BadImage(f"{width}x{height} pixels are more than the limit of {MAX_PIXELS}")
+    if min(width, height) < MIN_SIDE:
+        raise BadImage(f"{width}x{height} pixels are too few; the limit is {MIN_SIDE} on a side")
+    # Some pixel formats have no defined value of white. In PNG and PPM, Pillow's mode I is 16-bit gray.
+    if image.mode == "F":
+        raise BadImage("floating-point pixels have no fixed range; save it with 8 or 16 bits")
+    if image.mode == "I" and image.format not in ("PNG", "PPM"):
+        raise BadImage("32-bit gray values have no fixed range; save it with 8 or 16 bits")
     return image
 
 
@@ -187,15 +185,6 @@ def _late_exif(data: bytes) -> bytes | None:
             return data[at + 8 : at + 8 + length]
         at += length + 12
     return None
-
-
-def _check_range(image: Image.Image) -> None:
-    """Raise `BadImage` for pixel formats without a defined value of white."""
-    if image.mode == "F":
-        raise BadImage("floating-point pixels have no fixed range; save it with 8 or 16 bits")
-    # Pillow has mode I for 16-bit gray in PNG and PPM, where the range is known.
-    if image.mode == "I" and image.format not in ("PNG", "PPM"):
-        raise BadImage("32-bit gray values have no fixed range; save it with 8 or 16 bits")
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -248,3 +237,16 @@ def _to_srgb(profile: bytes) -> ImageCms.ImageCmsTransform | None:
         return ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
     except (ImageCms.PyCMSError, *_DAMAGE):
         return None
+
+
+def sheet(images: list[Image.Image], columns: int = _COLUMNS) -> Image.Image:
+    """Return images in a grid on white, row by row, each in the middle of a cell as large as the largest image."""
+    width = max((image.width for image in images), default=THUMBNAIL)
+    height = max((image.height for image in images), default=THUMBNAIL)
+    rows = max(1, -(-len(images) // columns))
+    page = Image.new("RGB", (columns * (width + _GAP) + _GAP, rows * (height + _GAP) + _GAP), "white")
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        left, top = (width - image.width) // 2, (height - image.height) // 2
+        page.paste(image, (_GAP + column * (width + _GAP) + left, _GAP + row * (height + _GAP) + top))
+    return page

@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Manifest, to_json
-from atoll.core.config_sections import Data
+from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.sizes import Size
 from atoll.data.buckets import choose_sizes
 from atoll.data.chunks import Chunks, read_rows, row_counts
-from atoll.data.sources.base import Source, SourceImage, describe
+from atoll.data.sources.source import Source, SourceImage, describe, survey
 
 IMAGES, REJECTED, CHUNKS, LISTING = "images.parquet", "rejected.parquet", "chunks.json", "listing.json"
 PARTS = "parts/{}.parquet"
@@ -75,20 +75,20 @@ class Listing(Content):
             return None
 
     @classmethod
-    def make(cls, run: Path, data: Data, source: Source, *, multiple: int) -> "Listing":
+    def make(cls, run: Path, data: DataSection, source: Source, *, multiple: int) -> "Listing":
         """List the source. Sides of buckets are multiples of `multiple`."""
-        artifact, counted, lengths = Artifact(run, layout.INGEST), describe(source), None
-        if not counted.images:
+        artifact, found, lengths = Artifact(run, layout.INGEST), survey(source), None
+        describe(found)
+        if not found.images:
             raise AtollError(f"{data.source} has no images; change data.source")
         try:
             before = Before.model_validate(artifact.read_json(BEFORE))
         except FileNotFoundError:
-            sizes = tuple(map(str, choose_sizes(data, source, images=counted.images, multiple=multiple)))
+            sizes = tuple(map(str, choose_sizes(data, source, images=found.images, multiple=multiple)))
         else:
             # The sizes of a source that has changed stay the same, because unchanged chunks have them.
             sizes, lengths = before.sizes, before.cut(artifact, source, data.chunk)
-        found = {"images": counted.images, "train": counted.train, "labels": counted.labels, "sizes": sizes}
-        made = cls(**found, lengths=lengths)
+        made = cls(images=found.images, train=found.train, labels=found.labels, sizes=sizes, lengths=lengths)
         # Several workers may list the source at the same time. The first file counts for all of them.
         artifact.create(LISTING, to_json(made.model_dump(exclude_none=True)))
         return cls.find(run) or made
@@ -119,22 +119,20 @@ class Before(Content):
         return tuple(lengths)
 
 
-def _chunk_keys(artifact: Artifact) -> tuple[str, ...]:
-    return tuple(artifact.read_json(CHUNKS))
-
-
 @dataclass(frozen=True)
 class Index:
     """The readable images of a run, by chunk."""
 
     artifact: Artifact
     manifest: Manifest
+    keys: tuple[str, ...]
+    """The keys of the chunks."""
 
     @classmethod
     def open(cls, run: Path) -> "Index":
         """Open the index of a run whose ingest stage is done."""
         artifact = Artifact(run, layout.INGEST)
-        return cls(artifact, artifact.open(INGEST))
+        return cls(artifact, artifact.open(INGEST), tuple(artifact.read_json(CHUNKS)))
 
     @classmethod
     def find(cls, run: Path) -> "Index | None":
@@ -171,11 +169,6 @@ class Index:
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         chunks = np.searchsorted(starts, rows, side="right") - 1
         return {int(chunk): rows[chunks == chunk] - starts[chunk] for chunk in np.unique(chunks)}
-
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the chunks."""
-        return _chunk_keys(self.artifact)
 
     def train_sizes(self) -> dict[Size, int]:
         """Return the number of training images of every size of the run, the most frequent size first."""

@@ -15,9 +15,7 @@ fine clusters, which are then merged as a whole: the merge handles F fine cluste
 3. Move single fine clusters as long as a move increases Σ_k ‖T_k‖ and respects the limit.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -25,10 +23,10 @@ import numpy as np
 from atoll.core.errors import AtollError
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
-Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+IntegerArray = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-Part = Literal["fine cluster", "class"]
-_ADVICE: dict[Part, str] = {
+GroupName = Literal["fine cluster", "class"]
+_ADVICE: dict[GroupName, str] = {
     "fine cluster": "raise clusters.num_fine or clusters.max_imbalance",
     "class": "raise clusters.max_imbalance or lower clusters.count",
 }
@@ -64,7 +62,7 @@ def fit_fine(rows: Floats, count: int, iterations: int, *, seed: int) -> Floats:
     return np.asarray(kmeans.centroids)
 
 
-def nearest_center(rows: Floats, centers: Floats) -> tuple[Integers, Floats]:
+def nearest_center(rows: Floats, centers: Floats) -> tuple[IntegerArray, Floats]:
     """Return the center with the largest cosine for every row, and 1 minus that cosine."""
     import faiss
 
@@ -74,85 +72,64 @@ def nearest_center(rows: Floats, centers: Floats) -> tuple[Integers, Floats]:
     return nearest[:, 0].astype(np.int32), 1 - cosine[:, 0]
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The result of a balanced merge."""
-
-    coarse_of_fine: Integers
-    """The cluster of each fine cluster (F,)."""
-    imbalance: float
-    """Largest cluster size divided by the mean size."""
-    cosine: float
-    """Mean cosine between the images and the center of their cluster."""
-
-
 class _Stuck(Exception):  # noqa: N818 - it names a state
     """No fine cluster can move without breaking the limit elsewhere."""
 
 
 def merge(
-    sums: Floats, sizes: Integers, clusters: int, *, max_imbalance: float, seed: int, part: Part = "fine cluster"
-) -> Merged:
+    sums: Floats,
+    sizes: IntegerArray,
+    clusters: int,
+    *,
+    max_imbalance: float,
+    seed: int,
+    part: GroupName = "fine cluster",
+) -> IntegerArray:
     """Merge parts, given by the sums of their vectors (F, D) and their sizes (F,), into `clusters` balanced clusters.
 
-    No cluster gets more than `max_imbalance` times the mean number of images. Raise `AtollError` if that is impossible.
+    Return the cluster of each part (F,). No cluster gets more than `max_imbalance` times the mean number of images.
+    Raise `AtollError` if that is impossible.
     """
     total = int(sizes.sum())
     limit = max_imbalance * total / clusters
-    _check_parts(sizes, clusters, limit, part=part)
-    best: tuple[float, Integers] | None = None
-    for groups in _attempts(sums, sizes, clusters, limit=limit, seed=seed):
-        groups = _improve(sums, sizes, groups, clusters=clusters, limit=limit)
-        score = float(np.linalg.norm(_group_sums(sums, groups, clusters), axis=1).sum())
-        if best is None or score > best[0]:
-            best = score, groups
-    if best is None:
-        raise AtollError(
-            f"cannot fill {clusters} clusters with at most {limit:.0f} images each, because the images of a {part} "
-            f"stay together; {_ADVICE[part]}"
-        )
-    loads = np.bincount(best[1], weights=sizes, minlength=clusters)
-    return Merged(best[1].astype(np.int32), float(loads.max() * clusters / total), best[0] / total)
-
-
-def _check_parts(sizes: Integers, clusters: int, limit: float, *, part: Part) -> None:
-    """Raise `AtollError` if there are too few parts, or if one part alone exceeds the limit."""
     if (found := np.count_nonzero(sizes)) < clusters:
         raise AtollError(f"only {found} distinct groups of images for {clusters} clusters; lower clusters.count")
     if sizes.max() > limit:
-        total = sizes.sum()
         raise AtollError(
             f"one {part} has {sizes.max()} of {total} images, but {clusters} clusters with max_imbalance "
             f"{limit * clusters / total:g} may have {limit:.0f} each; {_ADVICE[part]}"
         )
 
-
-def _attempts(sums: Floats, sizes: Integers, clusters: int, *, limit: float, seed: int) -> Iterator[Integers]:
-    """Yield the balanced grouping of every restart that finds one; if none does, that of packing largest first."""
+    # The balanced grouping of every restart that finds one; if none does, packing the largest part first.
     generator = np.random.Generator(np.random.PCG64(seed))
-    found = False
+    attempts: list[IntegerArray] = []
     for _ in range(_RESTARTS if clusters > 1 else 1):
         with suppress(_Stuck):
-            yield _balanced_kmeans(sums, sizes, clusters, limit=limit, generator=generator)
-            found = True
-    if not found:
-        with suppress(_Stuck):
-            yield _pack(sizes, clusters, limit)
+            attempts.append(_balanced_kmeans(sums, sizes, clusters, limit=limit, generator=generator))
+    if not attempts:
+        attempts = _pack(sizes, clusters, limit)
+
+    if not attempts:
+        raise AtollError(
+            f"cannot fill {clusters} clusters with at most {limit:.0f} images each, because the images of a {part} "
+            f"stay together; {_ADVICE[part]}"
+        )
+    improved = [_improve(sums, sizes, groups, clusters=clusters, limit=limit) for groups in attempts]
+    best = max(improved, key=lambda groups: np.linalg.norm(_group_sums(sums, groups, clusters), axis=1).sum())
+    return best.astype(np.int32)
 
 
-def _pack(sizes: Integers, clusters: int, limit: float) -> Integers:
-    """Assign the largest part first, each to the smallest cluster, regardless of similarity."""
-    groups: Integers = np.zeros(len(sizes), int)
+def _pack(sizes: IntegerArray, clusters: int, limit: float) -> list[IntegerArray]:
+    """Assign the largest part first, each to the smallest cluster, regardless of similarity; [] if the limit fails."""
+    groups: IntegerArray = np.zeros(len(sizes), int)
     loads = np.zeros(clusters)
     for fine in np.argsort(-sizes, kind="stable"):
         groups[fine] = loads.argmin()
         loads[groups[fine]] += sizes[fine]
-    if loads.max() > limit:
-        raise _Stuck
-    return groups
+    return [groups] if loads.max() <= limit else []
 
 
-def _group_sums(sums: Floats, groups: Integers, clusters: int) -> Floats:
+def _group_sums(sums: Floats, groups: IntegerArray, clusters: int) -> Floats:
     one_hot = np.zeros((clusters, len(groups)))
     one_hot[groups, np.arange(len(groups))] = 1
     totals: Floats = one_hot @ sums
@@ -165,11 +142,11 @@ def _unit(vectors: Floats) -> Floats:
 
 
 def _balanced_kmeans(
-    sums: Floats, sizes: Integers, clusters: int, *, limit: float, generator: np.random.Generator
-) -> Integers:
+    sums: Floats, sizes: IntegerArray, clusters: int, *, limit: float, generator: np.random.Generator
+) -> IntegerArray:
     """Return the cluster of each fine cluster, by spherical k-means whose assignments respect the limit."""
     centers = _spread_centers(sums, sizes, clusters, generator=generator)
-    groups: Integers = np.full(len(sums), -1)
+    groups: IntegerArray = np.full(len(sums), -1)
     for _ in range(_ROUNDS):
         before, groups = groups, _assign_evenly(sums @ centers.T, sizes, limit)
         if np.array_equal(before, groups):
@@ -178,7 +155,7 @@ def _balanced_kmeans(
     return groups
 
 
-def _spread_centers(sums: Floats, sizes: Integers, clusters: int, *, generator: np.random.Generator) -> Floats:
+def _spread_centers(sums: Floats, sizes: IntegerArray, clusters: int, *, generator: np.random.Generator) -> Floats:
     """Return initial centers (clusters, D) by k-means++, with weights size · (1 - cosine to the nearest center)."""
     directions = _unit(sums)
     weight = sizes.astype(float)
@@ -194,7 +171,7 @@ def _spread_centers(sums: Floats, sizes: Integers, clusters: int, *, generator: 
     return directions[chosen]
 
 
-def _assign_evenly(gain: Floats, sizes: Integers, limit: float) -> Integers:
+def _assign_evenly(gain: Floats, sizes: IntegerArray, limit: float) -> IntegerArray:
     """Assign each fine cluster to the largest `gain` (F, K), minus prices that rise for clusters above the limit."""
     clusters = gain.shape[1]
     weight = np.maximum(sizes, 1)[:, None]
@@ -214,7 +191,7 @@ def _assign_evenly(gain: Floats, sizes: Integers, limit: float) -> Integers:
     return _relieve(gain - price * weight, sizes, groups, limit=limit)
 
 
-def _relieve(gain: Floats, sizes: Integers, groups: Integers, *, limit: float) -> Integers:
+def _relieve(gain: Floats, sizes: IntegerArray, groups: IntegerArray, *, limit: float) -> IntegerArray:
     """Move fine clusters out of the largest cluster, with the least loss per image, until the limit holds."""
     groups = groups.copy()
     clusters = gain.shape[1]
@@ -235,7 +212,7 @@ def _relieve(gain: Floats, sizes: Integers, groups: Integers, *, limit: float) -
     return groups
 
 
-def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, limit: float) -> Integers:
+def _improve(sums: Floats, sizes: IntegerArray, groups: IntegerArray, *, clusters: int, limit: float) -> IntegerArray:
     """Make the best single move repeatedly, while it increases Σ‖T_k‖ and respects the limit."""
     # Moving part f from cluster a to b changes the sum by ‖T_b + S_f‖ - ‖T_b‖ (joined) plus ‖T_a - S_f‖ - ‖T_a‖
     # (left). With the products S_f·T_k (F, K) at hand, all F·K moves are evaluated without forming new vectors:
@@ -270,7 +247,7 @@ def _improve(sums: Floats, sizes: Integers, groups: Integers, *, clusters: int, 
     return groups
 
 
-def separation(rows: Floats, groups: Integers, neighbors: int = 10) -> dict[str, float]:
+def separation(rows: Floats, groups: IntegerArray, neighbors: int = 10) -> dict[str, float]:
     """Return how well groups of unit vectors (N, D) are separated.
 
     `neighbors`: fraction of a row's nearest neighbors in the same group. `explained`: fraction of the spread around the

@@ -15,27 +15,27 @@ chunks are hashed first, and files that exist for their keys are not made again.
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config_sections import Data
+from atoll.core.config_sections import DataSection
 from atoll.core.device import Download
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.core.sizes import Size, nearest_size, upscaling
-from atoll.data.chunks import Chunks, Worker, part_name, prefetch
+from atoll.data.chunks import Chunks, WorkerShare, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.index import BEFORE, PARTS
-from atoll.data.sources.base import SourceImage
+from atoll.data.sources.source import SourceImage
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, EncoderStage, Job, Stage
+from atoll.data.stages.stage import EncoderStage, PassEncoder, PrepareJob, Stage
 from atoll.encoders.pretrained import Pixels
 
 
@@ -43,52 +43,45 @@ from atoll.encoders.pretrained import Pixels
 class Decoded:
     """An image of the source after its only decoding."""
 
-    image: SourceImage
-    original: tuple[int, int] = (0, 0)
-    """Width and height in the file, upright."""
+    row: dict[str, Any]
+    """Its row of the index (`ingest.row_of`)."""
     size: Size | None = None
     """Its bucket; None if it is rejected."""
     pixels: dict[tuple[Size, Size], Pixels] = field(default_factory=dict)
-    """The image (height, width, 3) in every `Encoder.view`."""
-    reason: str | None = None
-    """Why it is rejected."""
-    digest: str = ""
-    """Hash of its bytes and metadata."""
+    """The image (height, width, 3) in every `PassEncoder.view`."""
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """Decodes images to their buckets, and to the sizes that encoders take."""
+def _decode(
+    image: SourceImage,
+    encoders: Sequence[PassEncoder],
+    known: Size | None,
+    *,
+    data: DataSection,
+    sizes: tuple[Size, ...],
+) -> Decoded:
+    """Decode an image to its bucket, and to the sizes that encoders take.
 
-    data: Data
-    sizes: tuple[Size, ...]
-
-    def __call__(self, image: SourceImage, encoders: Sequence[Encoder], known: Size | None) -> Decoded:
-        """Decode an image. With `known`, it was readable before, with this size: then it must still be."""
-        encoded = None
-        try:
-            encoded = image.read()
-            original = image_size(encoded)
-            size = known or self._bucket(original)
-            views = {encoder.view(size) for encoder in encoders} or {(size, size)}
-            opened = open_image(encoded, [target for target, _ in views])
-            pixels = {view: np.asarray(fit(opened, *view)) for view in views}
-            return Decoded(image, original, size, pixels, digest=ingest.image_digest(image, encoded))
-        except BadImage as bad:
-            if known:
-                raise AtollError(f"the source changed: {image.id!r} was readable before; now: {bad.reason}") from bad
-            return Decoded(image, reason=bad.reason, digest=ingest.image_digest(image, encoded))
-
-    def _bucket(self, original: tuple[int, int]) -> Size:
-        size = nearest_size(self.sizes, *original)
-        limit = self.data.max_upscale
-        if self.data.buckets != "off" and upscaling(size, *original) > limit:
-            width, height = original
+    With `known`, it was readable before, with this size: then it must still be.
+    """
+    encoded = None
+    try:
+        encoded = image.read()
+        original = image_size(encoded)
+        size = known or nearest_size(sizes, *original)
+        if not known and data.buckets != "off" and upscaling(size, *original) > data.max_upscale:
             raise BadImage(
-                f"{width}x{height} pixels are too few for {size}: they would be enlarged by more than "
-                f"data.max_upscale = {limit:g}"
+                f"{original[0]}x{original[1]} pixels are too few for {size}: they would be enlarged by more than "
+                f"data.max_upscale = {data.max_upscale:g}"
             )
-        return size
+        views = {encoder.view(size) for encoder in encoders} or {(size, size)}
+        opened = open_image(encoded, [target for target, _ in views])
+        pixels = {view: np.asarray(fit(opened, *view)) for view in views}
+        digest = ingest.image_digest(image, encoded)
+        return Decoded(ingest.row_of(image, size=size, original=original, digest=digest), size, pixels)
+    except BadImage as bad:
+        if known:
+            raise AtollError(f"the source changed: {image.id!r} was readable before; now: {bad.reason}") from bad
+        return Decoded(ingest.row_of(image, reason=bad.reason, digest=ingest.image_digest(image, encoded)))
 
 
 class _Batches:
@@ -97,7 +90,7 @@ class _Batches:
     Its result is copied behind it, and ahead of the next batch. So waiting for the copy does not wait for that batch.
     """
 
-    def __init__(self, encoders: dict[str, Encoder]) -> None:
+    def __init__(self, encoders: dict[str, PassEncoder]) -> None:
         self.encoders = encoders
         self.waiting: dict[tuple[str, Size | None], list[Decoded]] = defaultdict(list)
         self.done: dict[tuple[str, Size | None], list[dict[str, Tensor]]] = defaultdict(list)
@@ -140,7 +133,7 @@ class _Batches:
             # In the order of the run's sizes, since sums over a chunk depend on it.
             for size in sizes if encoder.by_size else (None,):
                 batches = self.done.get((name, size), [])
-                members = [image.image.split == "train" for image in images if size in (None, image.size)]
+                members = [image.row["split"] == "train" for image in images if size in (None, image.size)]
                 joined = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]} if batches else {}
                 if joined and encoder.summarize:
                     summary = encoder.summarize(joined, torch.tensor(members))
@@ -151,10 +144,10 @@ class _Batches:
         return found
 
 
-def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
+def run_pass(job: PrepareJob, stages: Sequence[Stage], worker: WorkerShare) -> None:
     """Make this worker's missing chunks of some stages of the pass."""
     # The index comes first, because the inputs of all other stages contain its identity. The listing has the number of
-    # classes, which decides whether the clusters need features.
+    # classes, which decides whether the clusters need features. To begin a stage again changes nothing.
     for stage in stages:
         if stage.name == "ingest":
             stage.begin()
@@ -166,7 +159,10 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
     # Which chunks need which stages
     parts = Chunks(Artifact(job.run, ingest.NAME), listing.images, data.chunk, lengths=listing.lengths)
     keys = _known_keys(job, stages, parts, worker)
-    chunks: dict[str, Chunks] = {stage.name: replace(_chunks(stage), keys=keys) for stage in stages}
+    chunks: dict[str, Chunks] = {}
+    for stage in stages:
+        if own := stage.chunks():  # always, because the source is listed
+            chunks[stage.name] = replace(own, keys=keys)
     noted = job.chunk_keys()
     todo: dict[int, list[str]] = {}
     for chunk in worker.share(parts.count):
@@ -182,54 +178,47 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
         for stage in stages
         if isinstance(stage, EncoderStage) and any(stage.name in names for names in todo.values())
     }
-    decoder, rejected, sizes = Decoder(data, listing.buckets), 0, listing.buckets
+    sizes = listing.buckets
 
     def work(item: tuple[int, SourceImage, Size | None]) -> tuple[int, Decoded]:
         chunk, image, known = item
-        return chunk, decoder(image, [encoders[name] for name in todo[chunk] if name in encoders], known)
+        used = [encoders[name] for name in todo[chunk] if name in encoders]
+        return chunk, _decode(image, used, known, data=data, sizes=sizes)
 
-    def write(chunk: int, batches: _Batches, rows: list[Decoded]) -> None:
-        tensors = batches.tensors([row for row in rows if row.size], sizes)
+    def write(chunk: int, batches: _Batches, images: list[Decoded]) -> None:
+        tensors, rows = batches.tensors([image for image in images if image.size], sizes), [i.row for i in images]
         checked = "ingest" not in todo[chunk]
-        key = keys[chunk] if checked else ingest.chunk_key(job, [row.digest for row in rows])
+        key = keys[chunk] if checked else ingest.chunk_key(job, [row["digest"] for row in rows])
         if keys[chunk] not in (None, key):
             raise AtollError("the source changed while it was read; run the same command again")
-        for name, parts in tensors.items():
-            if parts:  # a chunk without readable images has no file
-                artifact = chunks[name].artifact
-                artifact.write_tensors(chunks[name].files.format(key), parts)
+        for name, named in tensors.items():
+            if named:  # a chunk without readable images has no file
+                chunks[name].artifact.write_tensors(chunks[name].files.format(key), named)
         if not checked:
-            table = [
-                ingest.row_of(row.image, size=row.size, original=row.original, reason=row.reason, digest=row.digest)
-                for row in rows
-            ]
-            ingest.write_part(job, chunk, str(key), table)
+            ingest.write_part(job, chunk, str(key), rows)
 
     batch_size = max((encoder.batch_size for encoder in encoders.values()), default=0)
     images = prefetch(_listed(job, parts, todo, keys), work, data.workers, ahead=batch_size)
-    total = sum(map(parts.length, todo))
-    label = ", ".join(stage.name for stage in stages)
-    with ExitStack() as stack:
-        bar = stack.enter_context(progress(label, parts.rows, parts.rows - total))
-        writer = stack.enter_context(ThreadPoolExecutor(1))
+    rejected, done, label = 0, parts.rows - sum(map(parts.length, todo)), ", ".join(stage.name for stage in stages)
+    with progress(label, parts.rows, done) as bar, ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
         for chunk, members in groupby(images, key=itemgetter(0)):
             batches = _Batches({name: encoders[name] for name in todo[chunk] if name in encoders})
-            rows: list[Decoded] = []
+            decoded_images: list[Decoded] = []
             for _, decoded in members:
                 if decoded.size is not None:
                     batches.add(decoded)
                 # The pixels are in the batch now; keeping them would keep the whole chunk in memory.
-                rows.append(replace(decoded, pixels={}))
+                decoded_images.append(replace(decoded, pixels={}))
                 bar.update()
-            bar.update(parts.length(chunk) - len(rows))  # rejected before
+            bar.update(parts.length(chunk) - len(decoded_images))  # rejected before
             batches.finish()
             if written:
                 written.result()
             # The thread waits for the last batch, so that the accelerator gets the next chunk meanwhile.
-            written = writer.submit(write, chunk, batches, rows)
+            written = writer.submit(write, chunk, batches, decoded_images)
             # Stop early: a wrong source should not take hours to be noticed.
-            rejected += sum(row.reason is not None for row in rows)
+            rejected += sum(image.size is None for image in decoded_images)
             if rejected > data.max_rejects * parts.rows:
                 written.result()
                 ingest.check_rejects(replace(parts, files=PARTS, keys=job.chunk_keys()), data)
@@ -237,13 +226,7 @@ def fill(job: Job, stages: Sequence[Stage], worker: Worker) -> None:
             written.result()
 
 
-def _chunks(stage: Stage) -> Chunks:
-    found = stage.chunks()
-    assert found is not None  # the source is listed
-    return found
-
-
-def _known_keys(job: Job, stages: Sequence[Stage], parts: Chunks, worker: Worker) -> list[str | None]:
+def _known_keys(job: PrepareJob, stages: Sequence[Stage], parts: Chunks, worker: WorkerShare) -> list[str | None]:
     """Return the keys of all chunks, None for those that are unknown.
 
     If the source has changed, or the index was deleted, the unchecked chunks of this worker are hashed: this takes
@@ -261,7 +244,7 @@ def _known_keys(job: Job, stages: Sequence[Stage], parts: Chunks, worker: Worker
     return keys
 
 
-def _chunk_images(job: Job, parts: Chunks, wanted: Collection[int]) -> Iterator[tuple[int, list[SourceImage]]]:
+def _chunk_images(job: PrepareJob, parts: Chunks, wanted: Collection[int]) -> Iterator[tuple[int, list[SourceImage]]]:
     """Yield the wanted chunks with all of their images."""
     # Every worker lists the source from its start, because a repeated key gets an id that depends on the images
     # before it. But it reads only the images of its chunks.
@@ -277,7 +260,7 @@ def _chunk_images(job: Job, parts: Chunks, wanted: Collection[int]) -> Iterator[
 
 
 def _listed(
-    job: Job, parts: Chunks, todo: Mapping[int, list[str]], keys: Sequence[str | None]
+    job: PrepareJob, parts: Chunks, todo: Mapping[int, list[str]], keys: Sequence[str | None]
 ) -> Iterator[tuple[int, SourceImage, Size | None]]:
     """Yield (chunk, image, size) of the chunks to do: all images, or the readable ones if they are known."""
     for chunk, images in _chunk_images(job, parts, todo):

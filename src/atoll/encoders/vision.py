@@ -6,9 +6,8 @@ any other vision model of transformers, by its name on the hub or as a folder.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,24 +25,18 @@ _STRIDE = 32
 BATCH = 32
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """Input of a vision network: side in pixels, and (pixel - mean) / std for pixels from 0 to 255."""
-
-    side: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-
 class Extractor:
-    """A vision network with its preprocessing, from 8-bit images to unit vectors."""
+    """A vision network with its preprocessing, from 8-bit images to unit vectors.
 
-    def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
+    Images have `side` pixels a side; the network gets (pixel - mean) / std, for pixels from 0 to 255.
+    """
+
+    def __init__(self, network: nn.Module, side: int, mean: Sequence[float], std: Sequence[float]) -> None:
         self.device = device()
         self.network = network.to(self.device)
-        self.side = preprocessing.side
-        self._mean = torch.tensor(preprocessing.mean, device=self.device).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(preprocessing.std, device=self.device).view(1, 3, 1, 1)
+        self.side = side
+        self._mean = torch.tensor(mean, device=self.device).view(1, 3, 1, 1)
+        self._scale = 1 / torch.tensor(std, device=self.device).view(1, 3, 1, 1)
 
     @property
     def multiple(self) -> int:
@@ -54,10 +47,6 @@ class Extractor:
         return size if isinstance(size, int) else getattr(self.network, "stride", _STRIDE)
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Return unit vectors (N, D) on the CPU, of images (N, side, side, 3)."""
-        return self.unit(pixels).cpu()
-
-    def unit(self, pixels: Pixels) -> Tensor:
         """Return unit vectors (N, D) on the device, of images (N, side, side, 3)."""
         return nn.functional.normalize(self.raw(self._upload(pixels)), dim=1)
 
@@ -66,7 +55,7 @@ class Extractor:
         return upload(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float()
 
     def raw(self, x: Tensor) -> Tensor:
-        """Return features (N, D) without normalization, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
+        """Return features (N, D), not of length 1, of pixels (N, 3, side, side) from 0 to 255. Overwrite `x`."""
         x = x.sub_(self._mean).mul_(self._scale)
         return torch.cat(encode_images(self.network, x)).float()
 
@@ -90,15 +79,30 @@ class Extractor:
 def open_extractor(model: str, resolution: int | None = None) -> Extractor:
     """Open the extractor that the configuration names."""
     if model == "efficientnet-lite0":
-        same = (127.0,) * 3, (128.0,) * 3
-        return Extractor(efficientnet.load(), Preprocessing(resolution or efficientnet.SIDE, *same))
+        return Extractor(efficientnet.load(), resolution or efficientnet.SIDE, mean=(127.0,) * 3, std=(128.0,) * 3)
     from transformers import AutoModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder = model_folder(model)
     network = load_pretrained(AutoModel, folder, use_safetensors=True).eval()
-    return Extractor(_Pooled(network), _preprocessing(folder, network.config, resolution))
+
+    # Only side, mean and std are used. Atoll crops and resizes in one step (`data/images.py`), for all models alike.
+    file = folder / "preprocessor_config.json"
+    if not file.is_file():
+        raise AtollError(
+            f"{folder} has no preprocessor_config.json, so mean and std of its images are unknown; copy that file too"
+        )
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    size = settings.get("crop_size") or settings.get("size") or {}
+    own = size if isinstance(size, int) else size.get("height") or size.get("shortest_edge")
+    side = resolution or own or getattr(network.config, "image_size", None)
+    if not isinstance(side, int):
+        raise AtollError(f"{file} has no image size; set features.resolution")
+    # Mean and std apply to rescaled pixels, usually from 0 to 1; `Extractor` has them for pixels from 0 to 255.
+    half, scale = [0.5, 0.5, 0.5], 1 / settings.get("rescale_factor", 1 / 255)
+    mean, std = ([value * scale for value in settings.get(f"image_{name}") or half] for name in ("mean", "std"))
+    return Extractor(_Pooled(network), side, mean, std)
 
 
 class _Pooled(nn.Module):
@@ -124,41 +128,14 @@ class _Pooled(nn.Module):
         if states.ndim == 4:  # a convolutional model
             return states
         # Class and register tokens come first. Some models merge patches, so that fewer are left than their size gives.
-        side, size = math.isqrt(states.shape[1]), getattr(vision.config, "patch_size", None)
-        rows = columns = side
-        if isinstance(size, int):
-            rows, columns = x.shape[-2] // size, x.shape[-1] // size
-            if rows * columns > states.shape[1]:
-                if rows != columns:
-                    raise ValueError("a network that merges patches takes only square images")
-                rows = columns = side
+        rows = columns = math.isqrt(states.shape[1])
+        if isinstance(size := getattr(vision.config, "patch_size", None), int):
+            whole = x.shape[-2] // size, x.shape[-1] // size
+            if math.prod(whole) <= states.shape[1]:
+                rows, columns = whole
+            elif whole[0] != whole[1]:
+                raise ValueError("a network that merges patches takes only square images")
         return states[:, -(rows * columns) :].transpose(1, 2).reshape(len(states), -1, rows, columns)
-
-
-def _preprocessing(folder: Path, config: Any, resolution: int | None) -> Preprocessing:
-    """Return the preprocessing in a model's preprocessor_config.json."""
-    # Only side, mean and std are used. Atoll crops and resizes in one step (`data/images.py`), for all models alike.
-    file = folder / "preprocessor_config.json"
-    if not file.is_file():
-        raise AtollError(
-            f"{folder} has no preprocessor_config.json, so mean and std of its images are unknown; copy that file too"
-        )
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    size = settings.get("crop_size") or settings.get("size")
-    own = size if isinstance(size, int) else (size or {}).get("height") or (size or {}).get("shortest_edge")
-    side = resolution or own or getattr(config, "image_size", None)
-    if not isinstance(side, int):
-        raise AtollError(f"{file} has no image size; set features.resolution")
-    half = [0.5, 0.5, 0.5]
-    mean, std = settings.get("image_mean") or half, settings.get("image_std") or half
-    # Mean and std apply to rescaled pixels, usually from 0 to 1; `Preprocessing` has them for pixels from 0 to 255.
-    scale = 1 / settings.get("rescale_factor", 1 / 255)
-    return Preprocessing(side, _three(mean, scale), _three(std, scale))
-
-
-def _three(values: list[float], scale: float) -> tuple[float, float, float]:
-    red, green, blue = values
-    return red * scale, green * scale, blue * scale
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _EXAMPLES = (
     *("nearest", "nearest:top-2", "nearest:drawn", "nearest:full"),
 )
 
-Source = Literal["router", "nearest", "given"]
+WeightSource = Literal["router", "nearest", "given"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rule:
 
     name: str
     number: float = 0.0
-    source: Source = "router"
+    source: WeightSource = "router"
     above: float = 0.0
 
     @property
@@ -59,32 +59,31 @@ class Rule:
 
     def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
         """Return weights (rows, experts) that sum to 1, from probabilities p; `draw` (rows,) is in [0, 1)."""
-        # Chosen experts may all have probability 0 in float32; the clamp avoids 0/0.
-        kept = torch.where(self._chosen(p, draw), p.clamp(min=1e-30), 0)
-        kept = kept / kept.sum(-1, keepdim=True)
-        return torch.where(kept < NEGLIGIBLE, 0, kept)
-
-    def _chosen(self, p: Tensor, draw: Tensor | None) -> Tensor:
         if self.name == "full":
-            return torch.ones_like(p, dtype=torch.bool)
-        if self.draws:
-            if draw is None:
-                raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each image")
-            # Inverse transform sampling: the first expert whose cumulative probability exceeds the number.
-            cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
-            index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
+            chosen = torch.ones_like(p, dtype=torch.bool)
         elif self.name == "nucleus":
             # An expert is kept if those before it, in descending order, do not reach the mass yet.
             ordered, order = p.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered
-            keep = before < self.number * p.sum(-1, keepdim=True)
-            return torch.zeros_like(keep).scatter_(-1, order, keep)
-        elif self.name == "threshold":
-            best = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, p.argmax(-1, keepdim=True), True)
-            return (p >= self.number) | best
+            keep = ordered.cumsum(-1) - ordered < self.number * p.sum(-1, keepdim=True)
+            chosen = torch.zeros_like(keep).scatter_(-1, order, keep)
         else:
-            index = p.topk(min(int(self.number), p.shape[-1]), dim=-1).indices
-        return torch.zeros_like(p, dtype=torch.bool).scatter_(-1, index, True)
+            if self.draws:
+                if draw is None:
+                    raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each image")
+                # Inverse transform sampling: the first expert whose cumulative probability exceeds the number.
+                cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
+                index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
+            elif self.name == "threshold":
+                index = p.argmax(-1, keepdim=True)
+            else:
+                index = p.topk(min(int(self.number), p.shape[-1]), dim=-1).indices
+            chosen = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, index, True)
+            if self.name == "threshold":
+                chosen |= p >= self.number
+        # Chosen experts may all have probability 0 in float32; the clamp avoids 0/0.
+        kept = torch.where(chosen, p.clamp(min=1e-30), 0)
+        kept = kept / kept.sum(-1, keepdim=True)
+        return torch.where(kept < NEGLIGIBLE, 0, kept)
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,6 @@ class Routing:
 
     def active(self, t: Tensor) -> tuple[Rule, ...]:
         """Return the rules that apply to some image at times t (rows or 1,)."""
-        if len(self.rules) == 1:
-            return self.rules
         stage = self._stage(t)
         return tuple(rule for number, rule in enumerate(self.rules) if bool((stage == number).any()))
 
@@ -124,52 +121,28 @@ class Routing:
         drawn = state.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
-    def apply(self, t: Tensor, state: "RoutingState", *, count: int, draw: Tensor | None = None) -> Tensor:
-        """Return the weights (rows, experts) of `count` images from the probabilities in `state`, and record them.
-
-        A source has one row for each image, or two: the rows with the null condition follow those with the conditions.
-        """
-        # Sources with one row per image are repeated, so that all sources have the same number of rows.
-        rows = max(len(p) for p in state.probabilities.values())
-        sources = {source: p.repeat(rows // len(p), 1) for source, p in state.probabilities.items()}
-        first = self.active(t)[0].source
-        if draw is None and self.draws:
-            draw = state.draw(self, count)
-        draw = None if draw is None else draw.to(sources[first].device)
-        times = t if t.numel() == 1 else t.repeat(rows // count)
-        weights = self.weights(sources, times, state, draw=draw)
-        state.record(t, sources[first][:count], weights[:count])
-        return weights
-
     def weights(
-        self, probabilities: dict[Source, Tensor], t: Tensor, state: "RoutingState", *, draw: Tensor | None
+        self, probabilities: dict[WeightSource, Tensor], t: Tensor, state: "RoutingState", *, draw: Tensor | None
     ) -> Tensor:
         """Return weights (rows, experts) at times t (rows or 1,); the rows of an image share its number in `draw`."""
-        active, stage = self.active(t), self._stage(t)[:, None]
+        stage = self._stage(t)[:, None]
         weights = None
-        for rule in active:
+        for rule in self.active(t):
             p, here = probabilities[rule.source], stage == self.rules.index(rule)
             if rule.source == "given":
                 part = p
             elif rule.name == "drawn" and draw is not None:
-                part = self._drawn(rule, p, here, state=state, draw=draw)
+                # The expert that an image drew before, or draws now with its condition, serves all rows of the image.
+                new = rule.weights(p[: len(draw)], draw)
+                before = torch.zeros_like(new) if state.drawn is None else state.drawn
+                drawn = torch.where(before.any(-1, keepdim=True), before, new)
+                state.drawn = torch.where(here[: len(draw)], drawn, before)
+                part = drawn.repeat(len(p) // len(draw), 1)
             else:
                 part = rule.weights(p, None if draw is None else draw.repeat(len(p) // len(draw)))
             weights = part if weights is None else torch.where(here, part, weights)
         assert weights is not None
         return weights
-
-    def _drawn(self, rule: Rule, p: Tensor, here: Tensor, *, state: "RoutingState", draw: Tensor) -> Tensor:
-        """Return the expert that each image drew before, or draws now; it serves all rows of the image.
-
-        The draw uses the probabilities with the condition; the row with the null condition gets the same expert. `here`
-        (rows or 1, 1) marks the rows to which the rule applies now.
-        """
-        new = rule.weights(p[: len(draw)], draw)
-        before = torch.zeros_like(new) if state.drawn is None else state.drawn
-        drawn = torch.where(before.any(-1, keepdim=True), before, new)
-        state.drawn = torch.where(here[: len(draw)], drawn, before)
-        return drawn.repeat(len(p) // len(draw), 1)
 
     def _stage(self, t: Tensor) -> Tensor:
         """Return the index of the rule for each time."""
@@ -186,7 +159,7 @@ class RoutingState:
     """Position of the batch's first image, which with the seed determines its draws."""
     trace: "list[Decision] | None" = None
     evaluations: int = 0
-    probabilities: dict[Source, Tensor] = field(default_factory=dict)
+    probabilities: dict[WeightSource, Tensor] = field(default_factory=dict)
     """The most recent probabilities of each source."""
     drawn: Tensor | None = None
     """The expert that each image has drawn, one-hot (images, experts); zeros for images that have not drawn yet."""
@@ -222,7 +195,7 @@ def parse(text: str | Routing) -> Routing:
         word, at, above = part.partition("@")
         if bool(at) != (number < len(parts) - 1):
             raise _invalid(text, "every rule but the last needs its smallest time, as in top-2@0.6")
-        rules.append(_rule(word, _number(above, text, 0, high=1) if at else 0.0, text))
+        rules.append(_rule(word, _fraction(above, text) if at else 0.0, text))
     times = [rule.above for rule in rules]
     if times != sorted(times, reverse=True) or len(set(times)) != len(times):
         raise _invalid(text, "times must decrease from rule to rule")
@@ -230,35 +203,31 @@ def parse(text: str | Routing) -> Routing:
 
 
 def _rule(word: str, above: float, text: str) -> Rule:
-    source: Source = "router"
+    source: WeightSource = "router"
     if word == "nearest":
-        word, source = "nearest:top-1", "nearest"
-    if word.startswith("nearest:"):
+        word, source = "top-1", "nearest"
+    elif word.startswith("nearest:"):
         word, source = word.removeprefix("nearest:"), "nearest"
-    if word == "full":
-        return Rule("full", source=source, above=above)
-    if word == "oracle" and source == "router":
-        return Rule("oracle", source="given", above=above)
     name, _, value = word.partition("-")
-    if word == "drawn":
-        return Rule("drawn", source=source, above=above)
-    if name == "sample" and value == "1":
-        return Rule("sample", 1, source=source, above=above)
-    if name == "top" and value.isdecimal() and int(value) > 0:
-        return Rule("top", int(value), source=source, above=above)
+    if word in ("full", "drawn"):
+        return Rule(word, 0.0, source, above)
+    if word == "oracle" and source == "router":
+        return Rule("oracle", 0.0, "given", above)
+    if word == "sample-1" or (name == "top" and value.isdecimal() and int(value) > 0):
+        return Rule(name, int(value), source, above)
     if name in ("threshold", "nucleus") and value:
-        return Rule(name, _number(value, text, 0, high=1), source=source, above=above)
+        return Rule(name, _fraction(value, text), source, above)
     guess = nearest(word, _EXAMPLES)
     raise _invalid(text, f"unknown rule {word!r}" + (f" (did you mean {guess!r}?)" if guess else ""))
 
 
-def _number(value: str, text: str, low: float, *, high: float) -> float:
+def _fraction(value: str, text: str) -> float:
     try:
         number = float(value)
     except ValueError:
         raise _invalid(text, f"{value!r} is not a number") from None
-    if not low <= number <= high:
-        raise _invalid(text, f"{value} is not between {low} and {high}")
+    if not 0 <= number <= 1:
+        raise _invalid(text, f"{value} is not between 0 and 1")
     return number
 
 

@@ -9,7 +9,8 @@ float32 rounding: kernels sum batches of different sizes in different orders.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +18,24 @@ from PIL import Image
 from torch import Tensor
 
 from atoll import flow
-from atoll.core.device import download, dtype_name, upload
+from atoll.core.device import compute_dtype, download, dtype_name, parse_devices, upload
+from atoll.core.distributed import ALONE, DistContext
 from atoll.core.errors import AtollError, unknown
-from atoll.core.options import Settings
+from atoll.core.layout import CONFIG_FILE
+from atoll.core.options import SampleSettings
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
+from atoll.encoders.base_pipeline import BasePipeline
 from atoll.encoders.encoders import Encoders
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.guidance import Guidance
-from atoll.ensemble.plan import Plan, plan
+from atoll.ensemble.ensemble import Ensemble, Guidance
 from atoll.ensemble.routing import RoutingState, parse
-from atoll.ensemble.samples import Gather, Samples, Trace, evaluated_at
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.experts.validation import ALONE, Processes
+from atoll.experts.expert import DeviceOptions, open_router
+from atoll.experts.pipeline_folder import is_folder, open_folder
+from atoll.experts.run import open_run
 from atoll.flow import rng
 from atoll.nets import Condition
+from atoll.nets.arguments import ArgumentTable
 
 NOISE_STREAM = 21
 """Random stream of the initial noise. Stream numbers are arbitrary; changing one changes every image."""
@@ -59,17 +63,42 @@ OnVelocity = Callable[[Tensor, float, Tensor], object]
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """The prompt, class and cluster of each requested image."""
+class Trace:
+    """All routing decisions: times (evaluations,), probabilities and weights (evaluations, images, experts)."""
 
+    t: Tensor
+    probabilities: Tensor
+    weights: Tensor
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Sampled images with their latents, prompts and settings."""
+
+    latents: Tensor
+    """Normalized latents (images, C, H, W)."""
+    images: list[Image.Image]
     prompts: list[str | None]
-    """Prompt or class of each image as text, for its metadata."""
-    condition: Condition | None
-    """One row for each distinct pair of prompt and class."""
-    rows: Tensor
-    """Row of `condition` for each image (images,)."""
-    clusters: Tensor | None
-    """Cluster of each image (images,), for oracle routing."""
+    """Prompt or class of each image."""
+    settings: SampleSettings
+    trace: Trace | None = None
+    dtype: str = "float32"
+    """Precision of the networks."""
+    size: Size | None = None
+    """The requested size in pixels; None for the default."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return prompts and settings as plain values."""
+        return {"prompts": self.prompts, "settings": asdict(self.settings), "dtype": self.dtype, **self._size()}
+
+    def metadata(self, number: int) -> dict[str, object]:
+        """Return everything that is needed to reproduce one of the images."""
+        settings = {**asdict(self.settings), "dtype": self.dtype, **self._size()}
+        return {"prompt": self.prompts[number], "number": number, **settings}
+
+    def _size(self) -> dict[str, str]:
+        return {} if self.size is None else {"size": str(self.size)}
 
 
 class Sampler:
@@ -77,15 +106,12 @@ class Sampler:
 
     def __init__(self, ensemble: Ensemble, encoders: Encoders, missing: Sequence[str] = ()) -> None:
         self.ensemble, self.encoders = ensemble, encoders
+        self.dtype = ensemble.device_options.dtype
+        """The precision of the networks."""
         self.missing = tuple(missing)
         """Experts of the run that are not finished."""
         self.scheduler: Any = None
         """A diffusers scheduler that replaces the solver of the settings."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of the networks."""
-        return self.ensemble.device_options.dtype
 
     # From prompts to images
 
@@ -105,48 +131,106 @@ class Sampler:
         first: int = 0,
         batch_size: int = 64,
         trace: bool = False,
-        processes: Processes = ALONE,
-        **settings: Any,
+        processes: DistContext = ALONE,
+        settings: SampleSettings | None = None,
+        **changes: Any,
     ) -> Samples:
         """Return images with their latents and, with `trace`, every routing decision.
 
         The images cycle through prompts, labels and clusters (for oracle routing); the default is one image for each.
         They have the default size of the model, or `size` in pixels, such as "96x64" (width and height). `first` is
         the position of the first image, which with the seed determines its noise. Several `processes` share the
-        batches, and all of them return all images. Further keyword arguments are the fields of `Settings`.
+        batches, and all of them return all images. Further keyword arguments change fields of `settings`.
         """
-        chosen = Settings(**{"routing": self.ensemble.routing.text, **settings})
-        parse(chosen.routing)  # raises an error before the work
-        request = self._request(prompts, labels, num_images=num_images, clusters=clusters)
+        # Check the arguments.
+        chosen = replace(settings or SampleSettings(routing=self.ensemble.routing.text), **changes)
+        parse(chosen.routing)  # raises an error for an unknown rule
+        for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
+            if isinstance(values, str) or (values is not None and not len(values)):
+                raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
+        if num_images is not None and num_images < 1:
+            raise AtollError(f"expected at least one image, got {num_images}")
+        count = num_images or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+
+        # Assign prompts, labels and clusters to the images in turn, and encode each distinct pair once.
+        def turns(values: Sequence[Any] | None) -> list[Any]:
+            return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
+
         size = Size.parse(size) if isinstance(size, str) else size
+        pairs = list(zip(turns(prompts), turns(labels), strict=True))
+        distinct = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
+        condition = self.encode(
+            None if prompts is None else [prompt for prompt, _ in distinct],
+            None if labels is None else [label for _, label in distinct],
+            size=size,
+        )
+        rows = torch.tensor([distinct[pair] for pair in pairs])
         latent_size = self.latent_size(size)
         for warning in self._warnings(prompts is not None, labels is not None, settings=chosen):
             print(f"warning: {warning}", file=sys.stderr)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
-        count = len(request.prompts)
-        batches = [slice(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
+
+        # Sample the batches of this process, each with its distinct conditions only.
+        batches = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         mine = batches[processes.rank :: processes.size]
         latents, images, decisions = [], [], []
         with progress("sampling", len(mine) * len(evaluated_at(chosen)), unit="steps") as bar:
             for part in mine:
-                state = self._begin(request, chosen, part=part, first=first, size=latent_size, trace=trace)
+                used, own = torch.unique(rows[part], return_inverse=True)
+                state = SamplerState(
+                    self.noise(len(own), chosen.seed, first + part.start, size=latent_size),
+                    BatchConditions.of(condition[upload(used, self.ensemble.device)], own, reused=True),
+                    RoutingState(chosen.seed, first + part.start, [] if trace else None),
+                    None if clusters is None else torch.tensor(turns(clusters)[part]),
+                )
                 latents.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
                 images.append(self._decoded(latents[-1]))
                 decisions.append(state.routing.trace or [])
-        names = tuple(expert.name for expert in self.ensemble.experts)
-        made = Trace.of(decisions, names) if trace and mine else None
-        gather = Gather(batches, mine, processes)
+
+        # Join the batches of all processes.
+        made = None
+        if trace:
+            t = processes.on_main(lambda: [float(decision.t[0]) for decision in decisions[0]])
+            p = [torch.stack([one.probabilities for one in part], 1) for part in decisions]
+            weights = [torch.stack([one.weights for one in part], 1) for part in decisions]
+            made = Trace(
+                torch.tensor(t),
+                _join(p, mine, count, processes).transpose(0, 1),
+                _join(weights, mine, count, processes).transpose(0, 1),
+                tuple(expert.name for expert in self.ensemble.declarations),
+            )
+        texts = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
+        pixels = _join(images, mine, count, processes).numpy()
         return Samples(
-            gather.rows(latents), [Image.fromarray(pixels) for pixels in gather.rows(images).numpy()],
-            request.prompts, chosen, gather.trace(made, names) if trace else None, dtype_name(self.dtype), size,
+            _join(latents, mine, count, processes), [Image.fromarray(image) for image in pixels], texts, chosen, made,
+            dtype_name(self.dtype), size,
         )  # fmt: skip
 
-    def encode(self, prompts: Sequence[str] | None = None, labels: Sequence[str | int] | None = None) -> Condition:
-        """Return the condition of prompts, of classes (names or numbers), or of both, one row for each."""
+    def encode(
+        self,
+        prompts: Sequence[str] | None = None,
+        labels: Sequence[str | int] | None = None,
+        *,
+        size: Size | None = None,
+    ) -> Condition:
+        """Return the condition of prompts, of classes (names or numbers), or of both, one row for each.
+
+        For a base network it holds for images of one size in pixels, by default the default size.
+        """
         if prompts is not None and labels is not None and len(prompts) != len(labels):
             raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected equal numbers")
         conditioning, device = self.ensemble.conditioning, self.ensemble.device
         text = mask = pooled = label = None
+        if "arguments" in conditioning:
+            base = self.encoders.autoencoder()
+            assert isinstance(base, BasePipeline)
+            # Row 0 is the null condition. The prompts of a base network have arguments for one size.
+            found = [base.arguments(prompt, size or self.sizes[0]) for prompt in ("", *(prompts or ()))]
+            table = ArgumentTable(found, base.traced[0].batching)
+            rows = upload(torch.arange(1, len(found)) if prompts else torch.zeros(1, dtype=torch.long), device)
+            if prompts:
+                pooled = torch.stack([base.pooled(own) for own in found[1:]]).to(device)
+            return Condition(pooled=pooled, arguments=rows, table=table)
         if prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
@@ -160,28 +244,13 @@ class Sampler:
     def _decoded(self, latents: Tensor) -> Tensor:
         """Return 8-bit pixels (images, H, W, 3) on the CPU."""
         codec = self.encoders.autoencoder()
-        parts = torch.split(self.ensemble.space.denormalize(latents.float()), DECODE_BATCH)
-        finite, *decoded = download(latents.isfinite().all(), *(codec.decode_tensor(part) for part in parts))
+        parts = torch.split(self.ensemble.normalization.denormalize(latents.float()), DECODE_BATCH)
+        finite, *decoded = download(latents.isfinite().all(), *(codec.decode(part) for part in parts))
         if not bool(finite):
             raise AtollError(
                 "the networks returned values that are not finite; lower the guidance scale, or use --dtype float32"
             )
         return torch.cat(decoded)
-
-    def plan(
-        self,
-        batch_size: int = 64,
-        distinct: int | None = None,
-        guided: bool = True,
-        *,
-        size: Size | None = None,
-    ) -> Plan:
-        """Estimate the memory of sampling; a batch has `distinct` prompts, by default one for each image.
-
-        `size` is that of the images in pixels; by default it is the largest size of the model.
-        """
-        distinct, own = distinct or batch_size, None if size is None else self.latent_size(size)
-        return plan(self.ensemble, self.encoders, batch_size=batch_size, distinct=distinct, guided=guided, size=own)
 
     # Sizes
 
@@ -218,7 +287,7 @@ class Sampler:
         shape = (count, self.ensemble.shape[0], size.height, size.width)
         return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
 
-    def run(self, state: SamplerState, settings: Settings, *, on_velocity: OnVelocity | None = None) -> Tensor:
+    def run(self, state: SamplerState, settings: SampleSettings, *, on_velocity: OnVelocity | None = None) -> Tensor:
         """Integrate a batch from noise to latents (batch, C, H, W)."""
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -240,21 +309,20 @@ class Sampler:
         t: Sequence[float],
         *,
         to: Sequence[float],
-        settings: Settings,
+        settings: SampleSettings,
         guidance_scale: Guidance,
-    ) -> flow.Step:
+    ) -> flow.SolverStep:
         """Move each image from its time in t to its time in `to` by one Euler step."""
         # If all times are equal, the networks get one: they then compute the modulation once, not once per image.
-        same_time = len(set(t)) == 1
+        count = 1 if len(set(t)) == 1 else len(t)
 
         def velocity(x: Tensor, times: Tensor) -> Tensor:
-            times = times[:1] if same_time else times
-            return self.velocity(state, x, times, settings=settings, guidance_scale=guidance_scale)
+            return self.velocity(state, x, times[:count], settings=settings, guidance_scale=guidance_scale)
 
         return flow.step(velocity, state.x, t, to=to)
 
     def velocity(
-        self, state: SamplerState, x: Tensor, t: Tensor, *, settings: Settings, guidance_scale: Guidance
+        self, state: SamplerState, x: Tensor, t: Tensor, *, settings: SampleSettings, guidance_scale: Guidance
     ) -> Tensor:
         """Return the ensemble's velocity at states x (batch, C, H, W) and times t (batch or 1,) on the CPU."""
         return self.ensemble.velocity(
@@ -270,61 +338,16 @@ class Sampler:
             state=state.routing,
         )
 
-    # Requests
-
-    def _request(
-        self,
-        prompts: Sequence[str] | None,
-        labels: Sequence[str | int] | None,
-        *,
-        num_images: int | None,
-        clusters: Sequence[int] | None,
-    ) -> Request:
-        """Assign prompts, labels and clusters to the images in turn, and encode each distinct pair once."""
-        for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
-            if isinstance(values, str) or (values is not None and not len(values)):
-                raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
-        if num_images is not None and num_images < 1:
-            raise AtollError(f"expected at least one image, got {num_images}")
-        count = num_images or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
-
-        def turns(values: Sequence[Any] | None) -> list[Any]:
-            return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
-
-        pairs = list(zip(turns(prompts), turns(labels), strict=True))
-        distinct = list(dict.fromkeys(pairs))
-        condition = None
-        if prompts is not None or labels is not None:
-            texts = None if prompts is None else [prompt for prompt, _ in distinct]
-            condition = self.encode(texts, None if labels is None else [label for _, label in distinct])
-        row_of = {pair: row for row, pair in enumerate(distinct)}
-        rows = torch.tensor([row_of[pair] for pair in pairs])
-        texts = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
-        return Request(texts, condition, rows, None if clusters is None else torch.tensor(turns(clusters)))
-
-    def _begin(
-        self, request: Request, settings: Settings, *, part: slice, first: int, size: Size, trace: bool
-    ) -> SamplerState:
-        """Return the initial state of one batch: noise, and the distinct conditions of this batch only."""
-        used, rows = torch.unique(request.rows[part], return_inverse=True)
-        condition = None if request.condition is None else request.condition[upload(used, self.ensemble.device)]
-        return SamplerState(
-            self.noise(len(rows), settings.seed, first + part.start, size=size),
-            BatchConditions.of(condition, rows, reused=True),
-            RoutingState(settings.seed, first + part.start, [] if trace else None),
-            None if request.clusters is None else request.clusters[part],
-        )
-
     def class_number(self, name: str | int) -> int:
         """Return the number of a class, given by name or number."""
-        known = self.ensemble.experts[0].labels
+        known = self.ensemble.declarations[0].labels
         if isinstance(name, str) and name not in known:
             raise AtollError(unknown("class", name, known))
         if isinstance(name, int) and not 0 <= name < len(known):
             raise AtollError(f"there is no class {name}: the experts have {len(known)} classes, numbered from 0")
         return known.index(name) if isinstance(name, str) else name
 
-    def _warnings(self, prompts: bool, labels: bool, *, settings: Settings) -> list[str]:
+    def _warnings(self, prompts: bool, labels: bool, *, settings: SampleSettings) -> list[str]:
         """Return warnings about missing experts and about inputs without effect."""
         found = []
         if self.missing:
@@ -332,7 +355,7 @@ class Sampler:
             found.append(f"{', '.join(self.missing)} {are} missing; sampling without {them}")
         conditioning = self.ensemble.conditioning
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
-        takes = {"prompts": conditioning & {"text", "pooled"}, "labels": conditioning & {"label"}}
+        takes = {"prompts": conditioning & {"text", "pooled", "arguments"}, "labels": conditioning & {"label"}}
         found += [
             f"these experts are not conditioned on {name}, which have no effect" for name in given if not takes[name]
         ]
@@ -343,8 +366,70 @@ class Sampler:
         return found
 
 
+def load(
+    source: str | Path,
+    model: str = "experts",
+    *,
+    max_loaded_experts: int | None = None,
+    device: str | torch.device | None = None,
+    devices: str | Sequence[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    strict: bool = False,
+    routing: str = "top-1",
+    quantize: str | None = None,
+    compile: bool = False,
+    verify: bool = False,
+) -> Sampler:
+    """Open a run, a folder written by `atoll export`, or the Paris release; the latter two also by their hub names.
+
+    `model` is `experts` (all experts with the router), one of them (`expert:3`), `monolith`, `student` or `merged`.
+    Experts are spread over `devices` (such as "cuda:0,cuda:1"), by default all visible accelerators; everything else is
+    on the first of them. `device` names a single one. The default `dtype` is bfloat16 on accelerators and float32 on
+    CPUs. At most `max_loaded_experts` experts are on each device at once; None means all. Experts that are not finished
+    are listed in `.missing`, and the model works without them; with `strict` they are an error. `verify` checks the
+    hash of every file; a copy of a shared run is always checked against its signed snapshot.
+    """
+    used = parse_devices(devices if device is None else [str(device)])
+    options = DeviceOptions(used[0], compute_dtype(used[0], dtype), quantize, compile, used)
+    run = Path(source)
+    if (run / CONFIG_FILE).is_file():
+        opened = open_run(run, model, verify=verify, strict=strict)
+    elif is_folder(source):
+        opened = open_folder(source, model)
+    else:
+        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}; nor is it a pipeline folder or a hub name")
+    opened.encoders.device, opened.encoders.dtype = options.device, options.dtype
+    router = None if opened.router is None else open_router(opened.router, options)
+    ensemble = Ensemble(
+        opened.experts, router, device_options=options, max_loaded_experts=max_loaded_experts, routing=routing
+    )
+    return Sampler(ensemble, opened.encoders, opened.missing)
+
+
 def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
     """Return whether an expert is drawn at t = 1 by a router that is not conditioned on the prompt."""
     first = parse(routing).rules[0]
     unconditioned = ensemble.router is not None and not ensemble.router.declaration.conditioning
     return len(ensemble.references) > 1 and first.name == "drawn" and first.source == "router" and unconditioned
+
+
+def evaluated_at(settings: SampleSettings) -> list[float]:
+    """Return the times at which the velocity is evaluated."""
+    times = flow.solver_times(settings.steps, settings.shift)[:-1]
+    # Heun's method evaluates twice per step, except in the last one, which is an Euler step.
+    return times + times[1:] if "heun" in settings.solver else times
+
+
+def _join(parts: Sequence[Tensor], mine: Sequence[slice], count: int, processes: DistContext) -> Tensor:
+    """Return the rows (images, …) of all processes in the order of images, from the batches `mine` of this process.
+
+    Every image is computed by one process and zero in the others, so the sum over the processes is exact.
+    """
+    if processes.size == 1:
+        return torch.cat(list(parts))
+    # A process without a batch has no tensor to take shape and dtype from; the main process has the first batch.
+    shape, dtype = processes.on_main(lambda: (parts[0].shape[1:], dtype_name(parts[0].dtype)))
+    rows = torch.zeros(count, *shape, dtype=getattr(torch, dtype))
+    for images, part in zip(mine, parts, strict=True):
+        rows[images] = part.cpu()
+    return processes.sum(rows)

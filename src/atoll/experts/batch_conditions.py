@@ -39,11 +39,10 @@ class BatchConditions:
     @classmethod
     def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "BatchConditions":
         """Append the null condition to distinct conditions; `rows` (batch,), on the CPU, selects one for each image."""
-        parts = [] if condition is None else [condition.text, condition.pooled, condition.label]
-        given = next((part for part in parts if part is not None), None)
-        if given is None or condition is None:
+        if condition is None or not condition.tensors():
             return cls(Condition(), torch.zeros_like(rows), 0, reused)
-        return cls(concatenate([condition, condition[:1].unconditional()]), rows, len(given), reused)
+        count = len(condition.tensors()[0])
+        return cls(concatenate([condition, condition[:1].unconditional()]), rows, count, reused)
 
     @property
     def conditioned(self) -> bool:

@@ -26,7 +26,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +35,7 @@ from atoll.core.errors import AtollError
 from atoll.core.host_memory import pinned_budget, pinned_size
 from atoll.encoders.autoencoder import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
-from atoll.experts.expert import DeviceOptions, ExpertReference, OpenExpert, open_expert, select_parts
-from atoll.experts.placement import spread_experts
-from atoll.experts.quantize import quantize
-from atoll.experts.rescaling import rescaling
+from atoll.experts.expert import DeviceOptions, NetworkReference, OpenExpert, Rescaling, quantize, select_parts
 from atoll.nets import Condition, DiT, PreparedCondition
 
 PROBES = 4
@@ -48,7 +44,7 @@ PROBES = 4
 
 @dataclass(eq=False)
 class LoadedExpert:
-    """An expert in memory, with the conditions that it prepared last."""
+    """An expert in memory, and a cache of the conditions that it prepared last."""
 
     expert: OpenExpert
     device: torch.device
@@ -62,46 +58,30 @@ class LoadedExpert:
     _rows: Tensor | None = None
     _taken: PreparedCondition | None = None
 
-    def wait_for_copy(self) -> None:
-        """Let the current stream wait for the weights, and keep their memory until it has used them."""
-        if self.copied is not None:
-            stream = torch.accelerator.current_stream(self.device)
-            stream.wait_event(self.copied)
-            for tensor in (*self.expert.network.parameters(), *self.expert.network.buffers()):
-                tensor.record_stream(stream)
-            self.copied = None
-
     def condition(self, conditions: BatchConditions, rows: Tensor, index: Tensor) -> Condition | PreparedCondition:
         """Return the conditions of these rows (images,), prepared if the network can and later steps use them again.
 
         `rows` is on the CPU, and `index` the same on the expert's device.
         """
-        network = self.expert.network
+        network, versions = self.expert.network, conditions.versions
         if not (conditions.reused and isinstance(network, DiT)):
-            mine = self._select(conditions)
-            unconditioned = mine.text is None and mine.pooled is None and mine.label is None
-            return mine if unconditioned else mine[index]
-        self._prepare(network, conditions, rows)
+            return self._select(conditions)[index]
+        if self._distinct is not conditions.distinct:
+            # A new batch: prepare all distinct conditions.
+            self._distinct, self._versions = conditions.distinct, list(versions)
+            self._prepared, self._rows = network.prepare(self._select(conditions)), None
         assert self._prepared is not None
+        used = sorted(set(rows.tolist())) if versions else []
+        if changed := [row for row in used if self._versions[row] != versions[row]]:
+            # Later, prepare only those that were replaced.
+            slots = upload(torch.tensor(changed), self.device)
+            replace_rows(self._prepared, slots, network.prepare(self._select(conditions)[slots]))
+            self._rows = None
+            for row in changed:
+                self._versions[row] = versions[row]
         if self._rows is None or self._taken is None or not torch.equal(self._rows, rows):
             self._rows, self._taken = rows, self._prepared[index]
         return self._taken
-
-    def _prepare(self, network: DiT, conditions: BatchConditions, rows: Tensor) -> None:
-        """Prepare all distinct conditions of a new batch; later, only those among `rows` that were replaced."""
-        if self._distinct is not conditions.distinct:
-            self._distinct, self._versions = conditions.distinct, list(conditions.versions)
-            self._prepared, self._rows = network.prepare(self._select(conditions)), None
-        elif conditions.versions:
-            versions = conditions.versions
-            changed = [row for row in sorted(set(rows.tolist())) if self._versions[row] != versions[row]]
-            if changed:
-                assert self._prepared is not None
-                slots = upload(torch.tensor(changed), self.device)
-                replace_rows(self._prepared, slots, network.prepare(self._select(conditions)[slots]))
-                self._rows = None
-                for row in changed:
-                    self._versions[row] = versions[row]
 
     def _select(self, conditions: BatchConditions) -> Condition:
         """Return the parts that this network is conditioned on, on its device and in its precision."""
@@ -117,6 +97,8 @@ class PinnedNetwork:
     """A network that is ready for inference, with its weights in pinned host memory, from which devices read."""
 
     network: nn.Module
+    size: int
+    """Bytes of pinned memory."""
     weights: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,11 +109,6 @@ class PinnedNetwork:
             return self.weights[-1]
 
         self.network._apply(pin)  # type: ignore[no-untyped-call]
-
-    @property
-    def size(self) -> int:
-        """Bytes of pinned memory."""
-        return sum(pinned_size(tensor.nbytes) for tensor in self.weights)
 
     def restore(self) -> None:
         """Give the network its host weights back, which frees those on the device."""
@@ -144,8 +121,9 @@ class PinnedNetwork:
 class ExpertCache:
     """The experts of an ensemble, of which at most `limit` are in the memory of each device."""
 
-    references: Sequence[ExpertReference]
-    space: Statistics
+    references: Sequence[NetworkReference]
+    normalization: Statistics
+    """The common normalization of latents."""
     device_options: DeviceOptions
     limit: int
     devices: Sequence[torch.device] = ()
@@ -156,16 +134,18 @@ class ExpertCache:
     """Relative change of the velocity by quantized weights, for each expert that was opened."""
     _loaded: "OrderedDict[int, LoadedExpert]" = field(default_factory=OrderedDict)
     _host: "OrderedDict[int, PinnedNetwork]" = field(default_factory=OrderedDict)
-    _fetching: "tuple[int, Future[LoadedExpert | None]] | None" = None
+    _fetching: "tuple[int, Future[LoadedExpert] | Future[nn.Module]] | None" = None
+    """The number of an expert, and its copy on the device, or only on the host."""
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
-    _thread: ThreadPoolExecutor | None = None
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "atoll-experts"))
 
     def __post_init__(self) -> None:
         """Check the limit, and that the latents of all experts can be converted to the common normalization."""
         if self.limit < 1:
             raise AtollError(f"max_loaded_experts is {self.limit}; at least one expert must be in memory")
         for reference in self.references:
-            rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
+            declaration = reference.declaration
+            Rescaling.between(self.normalization, declaration.statistics, declaration.name)  # raises an error if not
         options = self.device_options
         self.devices = tuple(self.devices) or spread_experts(self.references, options.devices or (options.device,))
 
@@ -186,17 +166,27 @@ class ExpertCache:
 
     def get(self, number: int, following: int | None = None) -> LoadedExpert:
         """Return an expert, opened if needed, and start to fetch the one that follows."""
-        if number not in self._loaded:
-            self._finish_fetching()  # of this expert, or of one that is not needed after all
+        if number not in self._loaded and self._fetching is not None:
+            # The thread fetches this expert, or one that is not needed after all.
+            fetched, future = self._fetching
+            self._fetching = None
+            if isinstance(loaded := future.result(), LoadedExpert):
+                self._loaded[fetched] = loaded
         if number not in self._loaded:
             self._make_room(number)
             self._loaded[number] = self._load(number)
-        loaded = self._loaded[number]
+        expert = self._loaded[number]
         self._loaded.move_to_end(number)  # the position of the most recently used
-        loaded.wait_for_copy()
+        if expert.copied is not None:
+            # The current stream waits for the weights, and keeps their memory until it has used them.
+            stream = torch.accelerator.current_stream(expert.device)
+            stream.wait_event(expert.copied)
+            for tensor in (*expert.expert.network.parameters(), *expert.expert.network.buffers()):
+                tensor.record_stream(stream)
+            expert.copied = None
         if following is not None and following not in self._loaded:
             self._prefetch(following)
-        return loaded
+        return expert
 
     def _prefetch(self, number: int) -> None:
         file = self.references[number].file
@@ -204,22 +194,12 @@ class ExpertCache:
             if file is not None and hasattr(os, "posix_fadvise"):
                 with file.open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-            return
-        if self._fetching is not None:  # one at a time
-            return
-        self._thread = self._thread or ThreadPoolExecutor(1, "atoll-experts")
-        if self.limit > 1 or not self._on_device(number):
-            self._make_room(number)
-            self._fetching = number, self._thread.submit(self._load, number)
-        else:
-            self._fetching = number, self._thread.submit(self._host_copy_only, number)
-
-    def _finish_fetching(self) -> None:
-        if self._fetching is not None:
-            number, future = self._fetching
-            self._fetching = None
-            if (loaded := future.result()) is not None:
-                self._loaded[number] = loaded
+        elif self._fetching is None:  # one at a time
+            if self.limit > 1 or not self._on_device(number):
+                self._make_room(number)
+                self._fetching = number, self._thread.submit(self._load, number)
+            else:
+                self._fetching = number, self._thread.submit(self._host_copy, number)
 
     def _on_device(self, number: int) -> list[int]:
         """Return the experts on the device of an expert, the least recently used first."""
@@ -227,38 +207,35 @@ class ExpertCache:
 
     def _make_room(self, number: int) -> None:
         """Drop experts from the device of an expert until it fits."""
-        for dropped in self._on_device(number)[: max(0, len(self._on_device(number)) + 1 - self.limit)]:
+        loaded = self._on_device(number)
+        for dropped in loaded[: max(0, len(loaded) + 1 - self.limit)]:
             del self._loaded[dropped]
             if dropped in self._host:
                 self._host[dropped].restore()
 
     def _copies_ahead(self, number: int) -> bool:
         """Return whether an expert goes to its device through pinned memory."""
-        # Quantized weights are made, and their error is measured, on the device.
+        # Do not prefetch quantized experts: they are quantized on the device.
         return self.devices[number].type in ASYNCHRONOUS and not self.device_options.quantize
 
     def _load(self, number: int) -> LoadedExpert:
-        reference, device = self.references[number], self.devices[number]
+        declaration, device, copied = self.references[number].declaration, self.devices[number], None
         options = replace(self.device_options, device=device)
         self.loads += 1
         if not self._copies_ahead(number):
-            expert = open_expert(reference, self.space, options)
-            if options.quantize:
-                error = _quantize_and_measure(expert, options.quantize, device)
-                self.quantization_error[reference.declaration.name] = error
-            return LoadedExpert(expert, device)
-        network, copied = self._host_copy(number), None
-        if next(network.parameters()).device != device:
-            side = self._streams.setdefault(device, torch.Stream(device=device))
-            with side:
-                network.to(device, non_blocking=True)
-                copied = torch.Event(device)
-                copied.record(side)
-        change = rescaling(self.space, reference.declaration.statistics, reference.declaration.name)
-        return LoadedExpert(OpenExpert(reference.declaration, network, options.dtype, change), device, copied)
-
-    def _host_copy_only(self, number: int) -> None:
-        self._host_copy(number)
+            network = options.put(self.references[number].open())
+        else:
+            network = self._host_copy(number)
+            if next(network.parameters()).device != device:
+                side = self._streams.setdefault(device, torch.Stream(device=device))
+                with side:
+                    network.to(device, non_blocking=True)
+                    copied = torch.Event(device)
+                    copied.record(side)
+        expert = OpenExpert.of(declaration, network, self.normalization, options.dtype)
+        if options.quantize:
+            self.quantization_error[declaration.name] = _quantize_and_measure(expert, options.quantize, device)
+        return LoadedExpert(expert, device, copied)
 
     def _host_copy(self, number: int) -> nn.Module:
         """Return an expert's network, read and pinned unless that was done before."""
@@ -270,17 +247,14 @@ class ExpertCache:
             return network  # a component of a pipeline, which is on its device already
         # If all experts fit on the devices, host copies are only needed until they are there. They are dropped when the
         # next one is read, because the copy of this one may still be going on.
-        budget = pinned_budget() if self._evicts() else 0
+        evicts = any(self.devices.count(device) > self.limit for device in self.devices)
+        budget = pinned_budget() if evicts else 0
         # Others are dropped before this one is pinned: torch never gives pinned memory back, it only uses it again.
         needed = sum(pinned_size(tensor.nbytes) for tensor in (*network.parameters(), *network.buffers()))
         while self._host and needed + sum(copy.size for copy in self._host.values()) > budget:
             self._host.popitem(last=False)
-        self._host[number] = PinnedNetwork(network)
+        self._host[number] = PinnedNetwork(network, needed)
         return network
-
-    def _evicts(self) -> bool:
-        """Return whether any device has more experts than it can hold at once."""
-        return any(list(self.devices).count(device) > self.limit for device in set(self.devices))
 
 
 @torch.no_grad()
@@ -296,5 +270,22 @@ def _quantize_and_measure(expert: OpenExpert, kind: str, device: torch.device) -
 
 def weight_bytes(network: nn.Module) -> int:
     """Return the bytes of a network's weights and buffers."""
-    tensors: list[Any] = [*network.parameters(), *network.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+
+
+def spread_experts(references: Sequence[NetworkReference], devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
+    """Return a device for each expert, such that all devices hold about the same bytes, and get about the same use.
+
+    Experts go largest first to the device with the fewest bytes so far, the classic heuristic of scheduling (longest
+    processing time first). Experts are usually of one size; then the number of images of their clusters decides: a
+    router sends images to experts about as often as their clusters occur in the data.
+    """
+    use = [reference.density.images if reference.density else 0.0 for reference in references]
+    held = dict.fromkeys(devices, (0, 0.0))  # bytes and use of each device
+    placed = [devices[0]] * len(references)
+    for number in sorted(range(len(references)), key=lambda number: (-references[number].size, -use[number])):
+        device = min(devices, key=held.__getitem__)
+        size, used = held[device]
+        held[device] = size + references[number].size, used + use[number]
+        placed[number] = device
+    return tuple(placed)

@@ -2,50 +2,62 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.networks import BASE
+from atoll.data.density import DENSITY_FILE, Density
+from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
-from atoll.experts.density import DENSITY_FILE, Density
-from atoll.experts.expert import Declaration, ExpertReference
-from atoll.experts.source import ModelReference
+from atoll.experts.expert import Declaration, ModelReference, NetworkReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE, tensors_of
 from atoll.verify.local_trust import open_network
 from atoll.verify.verified_files import VerifiedFiles
 
 
-def open_run(run: Path, model: str, *, verify: bool = False, strict: bool = False) -> ModelReference:
+def open_run(
+    run: Path, model: str, *, verify: bool = False, strict: bool = False, find_base: bool = True
+) -> ModelReference:
     """Find the networks of a model: `experts` with the router, `expert:3`, or a dense network by its name.
 
     `verify` checks the hash of every file; a copy of a shared run is always checked against its snapshot. Experts that
-    are not finished are listed in `.missing`; with `strict` they are an error.
+    are not finished are listed in `.missing`; with `strict` they are an error. Without `find_base`, the base network
+    of the experts need not be on this machine.
     """
     if model != "experts":
-        experts = [expert_of_run(run, layout.model_job(model), verify=verify)]
-        return ModelReference(experts, None, _encoders(run, experts[0]))
-    # Experts of the configuration, and those that were added to the run beyond it.
-    expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}
-    folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
-    done = {job for job in expected | folders if Artifact(run, layout.final(job)).manifest() is not None}
-    missing = sorted(expected - done)
-    if not done or (missing and strict):
-        raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
-    experts = [expert_of_run(run, job, verify=verify) for job in sorted(done)]
-    return ModelReference(experts, router_of_run(run, verify=verify), _encoders(run, experts[0]), tuple(missing))
+        jobs, missing = [layout.model_job(model)], []
+    else:
+        # Experts of the configuration, and those that were added to the run beyond it.
+        expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}
+        folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
+        jobs = sorted(job for job in expected | folders if Artifact(run, layout.final(job)).manifest() is not None)
+        missing = sorted(expected - set(jobs))
+        if not jobs or (missing and strict):
+            raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
+    if find_base and (encoder := configuration.load(run).text.encoder).startswith(BASE):
+        register_base(encoder)
+    experts = [expert_of_run(run, job, verify=verify) for job in jobs]
+    declared = experts[0].declaration
+    encoders = Encoders.of(declared.latents, declared.text, run=run)
+    router, artifact = None, Artifact(run, layout.final(layout.ROUTER))
+    if model == "experts" and artifact.manifest() is not None:
+        router = reference_of_artifact(artifact, ROUTER, *open_network(artifact, ROUTER, verify=verify))
+    return ModelReference(experts, router, encoders, tuple(missing))
 
 
-def expert_of_run(run: Path, job: str, *, verify: bool = False) -> ExpertReference:
+def expert_of_run(run: Path, job: str, *, verify: bool = False) -> NetworkReference:
     """Find a finished expert or dense network of a run by its job (`experts/003`, `monolith`)."""
     artifact = Artifact(run, layout.final(job))
     if artifact.manifest() is None:
         raise AtollError(missing_network(run, job))
-    return expert_of_artifact(artifact, *open_network(artifact, EXPERT, verify=verify))
+    return reference_of_artifact(artifact, EXPERT, *open_network(artifact, EXPERT, verify=verify))
 
 
 def missing_network(run: Path, job: str) -> str:
@@ -57,8 +69,10 @@ def missing_network(run: Path, job: str) -> str:
     return f"{run / layout.final(job)} {state}; {verb} it with: {command}"
 
 
-def expert_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFiles | None = None) -> ExpertReference:
-    """Return a reference to the expert of an artifact whose manifest was checked.
+def reference_of_artifact(
+    artifact: Artifact, kind: ArtifactKind[Any], manifest: Manifest, files: VerifiedFiles | None = None
+) -> NetworkReference:
+    """Return a reference to the expert or router of an artifact whose manifest was checked.
 
     With `files`, the reference reads its files through them each time that it is opened.
     """
@@ -67,30 +81,10 @@ def expert_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFi
         density = Density.from_tensors(
             tensors_of(files.read(DENSITY_FILE)) if files else load_file(artifact.path(DENSITY_FILE))
         )
-    return ExpertReference(
-        Declaration.of(EXPERT.parse(manifest, artifact.folder)),
+    return NetworkReference(
+        Declaration.of(kind.parse(manifest, artifact.folder)),
         partial(load_network, artifact.folder, files.read if files else None),
         manifest.files[WEIGHTS_FILE].size,
         artifact.path(WEIGHTS_FILE),
         density,
     )
-
-
-def router_of_run(run: Path, *, verify: bool = False) -> ExpertReference | None:
-    """Find the router of a run, if it is finished."""
-    artifact = Artifact(run, layout.final(layout.ROUTER))
-    if artifact.manifest() is None:
-        return None
-    manifest, files = open_network(artifact, ROUTER, verify=verify)
-    return router_of_artifact(artifact, manifest, files)
-
-
-def router_of_artifact(artifact: Artifact, manifest: Manifest, files: VerifiedFiles | None = None) -> ExpertReference:
-    """Return a reference to the router of an artifact whose manifest was checked; `files` as for an expert."""
-    declaration = Declaration.of(ROUTER.parse(manifest, artifact.folder))
-    network = partial(load_network, artifact.folder, files.read if files else None)
-    return ExpertReference(declaration, network, manifest.files[WEIGHTS_FILE].size)
-
-
-def _encoders(run: Path, expert: ExpertReference) -> Encoders:
-    return Encoders.of(expert.declaration.latents, expert.declaration.text, run=run)

@@ -1,11 +1,11 @@
-"""Validation on held-out images: the only definition of the held-out velocity error.
+"""Validation: the only definition of the velocity error on validation images.
 
-Each cluster is validated separately: at most `IMAGES` of its held-out images, evenly spread over its shards, each
+Each cluster is validated separately: at most `IMAGES` of its validation images, evenly spread over its shards, each
 noised once in each of ten time bins. x0 is a sample of the autoencoder's posterior. Posterior sample, time and noise
 are functions of (seed, position in the cluster), so the error on a cluster depends neither on the batch size, nor on
 the number of processes, nor on the other clusters.
 
-    error = validate(velocity, held_out, seed=config.train.seed, conditioning=frozenset({"text"}))
+    error = validate(velocity, validation, seed=config.train.seed, conditioning=frozenset({"text"}))
     error.mean, error.by_time
 
 The error is that of the velocity, with less weight at the end of the path. An x0 network with error e has the velocity
@@ -24,9 +24,8 @@ get the same bits, whatever their number.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -34,16 +33,17 @@ from torch import Tensor
 
 from atoll import flow
 from atoll.core.device import full_float32
+from atoll.core.distributed import ALONE, DistContext
 from atoll.core.manifests import ByTime
 from atoll.data.dataset import Batch, Shards
+from atoll.experts.expert import condition_of
 from atoll.flow import rng
-from atoll.nets import Condition
 
 TIME_BINS = 10
 """Bins of width 0.1: enough to separate noisy from clean times, few enough for a table."""
 IMAGES = 1024
-"""Maximal number of held-out images of each cluster. The errors of single rows have a standard deviation about as large
-as their mean, so the mean has a standard error between 1 % (if the ten rows of an image were independent) and 3 % (if
+"""Maximum of validation images of each cluster. The errors of single rows have a standard deviation about as large as
+their mean, so the mean has a standard error between 1 % (if the ten rows of an image were independent) and 3 % (if
 they were equal). The 10,240 forward passes cost as much as training on about 3,400 images, which is little."""
 BATCH = 64
 """Rows of one forward pass: small enough to split 10,240 rows evenly between tens of processes, and for diagnostics to
@@ -52,36 +52,10 @@ LAST_TIME = 0.05
 """Time below which errors lose weight: where the last of 20 Euler steps starts, and where training limits the weights
 of x0 networks (`flow.objectives.MAX_WEIGHT` is 1/0.05²). On exact mixtures with disturbed experts, limits from 0.02 to
 0.1 order x0 experts by the quality of their samples about equally well, and far better than no limit."""
-HELD_OUT_STREAM = 14
+VALIDATION_STREAM = 14
 """Stream of the times. A stream number is arbitrary but must never change or be used twice."""
 NOISE_SEED_OFFSET = 1
-"""Training noise comes from the seed; held-out images must not repeat the noise of training images."""
-
-
-class Processes(Protocol):
-    """The processes that share a validation."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-
-    def sum(self, rows: Tensor) -> Tensor:
-        """Return the sum of a CPU tensor over all processes."""
-
-
-class _Alone(NamedTuple):
-    rank: int = 0
-    size: int = 1
-
-    def sum(self, rows: Tensor) -> Tensor:
-        return rows
-
-
-ALONE: Processes = _Alone()
+"""Training noise comes from the seed; validation images must not repeat the noise of training images."""
 
 
 class _BatchSlice(NamedTuple):
@@ -97,7 +71,7 @@ class _BatchSlice(NamedTuple):
 
 
 class ValidationBatch(NamedTuple):
-    """Held-out images (batch, C, H, W), noised on the linear path; `noised.target` is eps - x0."""
+    """Validation images (batch, C, H, W), noised on the linear path; `noised.target` is eps - x0."""
 
     batch: Batch
     noised: flow.Noised
@@ -107,7 +81,7 @@ class ValidationBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The held-out images of some clusters, each noised once in every time bin."""
+    """The validation images of some clusters, each noised once in every time bin."""
 
     shards: Shards
     seed: int
@@ -123,36 +97,28 @@ class ValidationSet:
         """Return the number of rows."""
         return TIME_BINS * self.images
 
-    @cached_property
-    def _slices(self) -> list[_BatchSlice]:
+    def batches(self, device: torch.device, processes: DistContext = ALONE) -> Iterator[ValidationBatch]:
+        """Yield the batches of this process."""
         slices: list[_BatchSlice] = []
         rows = 0
         for cluster in self.shards.cluster_ranges().values():
             count = min(len(cluster), self.limit)
             chosen = cluster.start + np.linspace(0, len(cluster) - 1, count).round().astype(np.int64)
-            starts = self._starts(chosen)
+            # Batches of at most `BATCH` consecutive images, all of one size.
+            owner = np.empty(count, np.int64)
+            for number, own in enumerate(self.shards.by_size(chosen).values()):
+                owner[own] = number
+            edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), count]
+            starts = [start for first, end in pairwise(edges) for start in range(first, end, BATCH)]
             for time_bin in range(TIME_BINS):
                 for start, end in zip(starts, [*starts[1:], count], strict=True):
-                    part = chosen[start:end]
-                    slices.append(_BatchSlice(part, time_bin, time_bin * count + start, rows))
-                    rows += len(part)
-        return slices
-
-    def _starts(self, images: "np.ndarray[Any, Any]") -> list[int]:
-        """Return the starts of batches of at most `BATCH` consecutive images, all of one size."""
-        owner = np.empty(len(images), np.int64)
-        for number, own in enumerate(self.shards.by_size(images).values()):
-            owner[own] = number
-        edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(images)]
-        return [start for first, end in pairwise(edges) for start in range(first, end, BATCH)]
-
-    def batches(self, device: torch.device, processes: Processes = ALONE) -> Iterator[ValidationBatch]:
-        """Yield this process's share of the batches."""
+                    slices.append(_BatchSlice(chosen[start:end], time_bin, time_bin * count + start, rows))
+                    rows += end - start
         # Every bin ends with a smaller batch. Dealing out the batches by size gives each process its share of those.
-        by_size = sorted(self._slices, key=lambda part: -len(part.images))
+        by_size = sorted(slices, key=lambda part: -len(part.images))
         for part in by_size[processes.rank :: processes.size]:
             batch = self.shards.read(part.images).to(device)
-            draws = rng.uniform(len(part.images), seed=self.seed, stream=HELD_OUT_STREAM, first=part.position)
+            draws = rng.uniform(len(part.images), seed=self.seed, stream=VALIDATION_STREAM, first=part.position)
             t = ((part.time_bin + draws) / TIME_BINS).to(device)
             x0 = self.shards.latents(batch, seed=self.seed, position=part.position)
             seed = self.seed + NOISE_SEED_OFFSET
@@ -162,7 +128,7 @@ class ValidationSet:
     def gather(
         self,
         parts: Iterable[tuple[ValidationBatch, Tensor]],
-        processes: Processes = ALONE,
+        processes: DistContext = ALONE,
         *,
         shape: tuple[int, ...] = (),
     ) -> Tensor:
@@ -179,7 +145,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean of a metric over all rows and in each time bin; None if there are no held-out images."""
+    """The mean of a metric over all rows and in each time bin; None if there are no validation images."""
 
     mean: float | None
     by_time: ByTime | None = None
@@ -200,22 +166,22 @@ def validate(
     conditioning: frozenset[str],
     limit: int = IMAGES,
     device: torch.device | None = None,
-    processes: Processes = ALONE,
+    processes: DistContext = ALONE,
 ) -> Summary:
-    """Return the error of a velocity field against eps - x0 on held-out images (see above), overall and by time.
+    """Return the error of a velocity field against eps - x0 on validation images (see above), overall and by time.
 
     `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled and label.
     """
-    held_out = ValidationSet(shards, seed, limit)
-    if not len(held_out):
+    validation = ValidationSet(shards, seed, limit)
+    if not len(validation):
         return Summary(None)
     errors, times = [], []
-    for part in held_out.batches(device or torch.device("cpu"), processes):
+    for part in validation.batches(device or torch.device("cpu"), processes):
         x, t = part.noised.input, part.noised.t
         output = velocity(x, t, condition=condition_of(part.batch, conditioning))
         errors.append((part, velocity_errors(output, part.noised.target, t)))
         times.append((part, t))
-    error, t = held_out.gather(errors, processes), held_out.gather(times, processes)
+    error, t = validation.gather(errors, processes), validation.gather(times, processes)
     return Summary.of(error, t)
 
 
@@ -236,13 +202,3 @@ def by_time(values: Tensor, t: Tensor) -> ByTime:
     sums = torch.zeros(TIME_BINS, dtype=torch.float64).index_add_(0, bins, values.double())
     counts = torch.bincount(bins, minlength=TIME_BINS)
     return tuple(s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True))
-
-
-def condition_of(batch: Batch, use: frozenset[str]) -> Condition:
-    """Return the parts of a batch that a network is conditioned on: any of text, pooled and label."""
-    return Condition(
-        text=batch.text.float() if "text" in use and batch.text is not None else None,
-        text_mask=batch.mask if "text" in use else None,
-        pooled=batch.pooled.float() if "pooled" in use and batch.pooled is not None else None,
-        label=batch.label if "label" in use else None,
-    )

@@ -8,7 +8,7 @@ from atoll.core.names import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Predic
 from atoll.flow.bridge import Bridge, Query
 from atoll.flow.gaussian_mixture import GaussianMixture
 from atoll.flow.objectives import Noised, Objective, TimeSampling, Weighting, objective
-from atoll.flow.predictions import Pair, convert, from_pair, to_pair
+from atoll.flow.predictions import CleanAndNoise, convert, from_pair, to_pair
 from atoll.flow.schedules import (
     LINEAR,
     TIMESTEP_SCALE,
@@ -19,7 +19,15 @@ from atoll.flow.schedules import (
     Schedule,
     schedule,
 )
-from atoll.flow.solvers import Step, check_scheduler, diffusers_scheduler, run_scheduler, solve, solver_times, step
+from atoll.flow.solvers import (
+    SolverStep,
+    check_scheduler,
+    diffusers_scheduler,
+    run_scheduler,
+    solve,
+    solver_times,
+    step,
+)
 
 __all__ = [
     "LINEAR",
@@ -29,6 +37,7 @@ __all__ = [
     "SOLVERS",
     "TIMESTEP_SCALE",
     "Bridge",
+    "CleanAndNoise",
     "CosineSchedule",
     "DiscreteSchedule",
     "EDMSchedule",
@@ -36,11 +45,10 @@ __all__ = [
     "LinearSchedule",
     "Noised",
     "Objective",
-    "Pair",
     "Prediction",
     "Query",
     "Schedule",
-    "Step",
+    "SolverStep",
     "TimeSampling",
     "Weighting",
     "check_scheduler",

@@ -1,47 +1,48 @@
 """The bridge: convert the output of a network of any (schedule, prediction) to the velocity on the linear path.
 
+Equations have the numbers of docs/explanation/bridge.md.
+
 Exact mode. At time t the state x (batch, channels, …) of the linear path is
 
-    x = (1-t) x0 + t eps                                                            (1)
+    x = (1-t) x0 + t eps
 
 The schedule of the expert has a time s of equal signal-to-noise ratio, whose state is x with another scale:
 
-    z_s = alpha_s x0 + sigma_s eps,   sigma_s / alpha_s = t / (1-t)                  (2)
-    z_s = c x,   c = alpha_s / (1-t) = sigma_s / t                                  (3)
+    z_s = alpha_s x0 + sigma_s eps,   sigma_s / alpha_s = t / (1-t)                  (1)
+    z_s = c x,   c = alpha_s / (1-t) = sigma_s / t                                  (2)
 
 Both states hold the same information, so E[x0|z_s] = E[x0|x]: an ideal expert predicts the same x0 from either. The
 bridge evaluates the expert at (c x, s), converts its output to the pair (x0, eps), and returns
 
-    v = (x - x0) / t       for t >= 1/2, where the estimate of x0 is well conditioned   (4)
-    v = (eps - x) / (1-t)  for t < 1/2, where that of eps is                            (5)
+    v = (x - x0) / t       for t >= 1/2, where the estimate of x0 is well conditioned   (3)
+    v = (eps - x) / (1-t)  for t < 1/2, where that of eps is                            (4)
 
 In both, v is linear in x and in the output, and the pair (x - t v, x + (1-t) v) is consistent with x by construction.
 
-Near t = 0 and t = 1, three measures keep the velocity finite. None of them changes the output of an ideal expert
+Near t = 0 and t = 1, four safeguards keep the velocity finite. None of them changes the output of an ideal expert
 within the range of its schedule:
- - A discrete table ends at some SNR. Beyond it (and within `END` of 0 and 1), the expert is evaluated at its last time,
-   with the state at the scale of its training.
- - x0 is bounded: E[x0|x] is an average of data, so it lies within the range of the data (`x0_bound` standard deviations
-   from the mean).
- - With `prediction_error` e > 0, the RMS error of the output, x0 at t >= 1/2 is shrunk toward the mean of the data by
-   the Wiener factor (6). The x0 of an epsilon network carries no information as alpha goes to 0.
+ - Range: a discrete table ends at some SNR. Beyond it (and within `END` of 0 and 1), the expert is evaluated at its
+   last time, with the state at the scale of its training.
+ - Bound: E[x0|x] is an average of data, so x0 is limited to the range of the data (`x0_bound` standard deviations from
+   the mean).
+ - Precision: a network in half precision has a rounding error (2^-7 for bfloat16), even if the state is in float32. It
+   is added to e of equation (5), and used as the error of eps at t < 1/2, where an x0 network divides by sigma.
+ - Calibration: with `prediction_error` e > 0, the RMS error of the output, x0 at t >= 1/2 is shrunk toward the mean of
+   the data by the Wiener factor (5). The x0 of an epsilon network carries no information as alpha goes to 0.
 
-    1 / (1 + (e |dx0/doutput| / data_std)²)                                         (6)
+    1 / (1 + (e |dx0/doutput| / data_std)²)                                         (5)
 
 They need the mean m and the standard deviation of the data (`data_mean`, `data_std`): one number, or one per channel.
 Standardized latents have 0 and 1; latents that were only multiplied by a factor do not. The bridge computes with
 x0 - m: every prediction is linear in (x0, eps), so the part that belongs to (m, 0) is subtracted from state and output,
 and m from the velocity.
 
-A network that computes in half precision adds a rounding error (2^-7 for bfloat16), even if the state is in float32. It
-is added to e, and used as the error of eps at t < 1/2, where an x0 network divides by sigma.
-
 The published modes are HDDM's conversion of epsilon experts, for comparison. Both evaluate the expert at the raw x and
 step round(999 t), clamp x0 to ±20, and return v = eps - x0 with the raw eps. The paper does not state which alpha and
 sigma recover x0 from a state of the linear path, so there are two readings:
 
-    published-linear     x0 = (x - t eps) / max(1-t, 0.01)             with alpha, sigma of the linear path       (7)
-    published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)   with alpha, sigma of the expert's schedule (8)
+    published-linear     x0 = (x - t eps) / max(1-t, 0.01)             with alpha, sigma of the linear path       (6)
+    published-schedule   x0 = (x - sigma_t eps) / max(alpha_t, 0.01)   with alpha, sigma of the expert's schedule (7)
 """
 
 import math
@@ -55,14 +56,14 @@ from torch import Tensor
 from atoll.core.device import constant
 from atoll.core.errors import unknown
 from atoll.core.names import BridgeMode, Prediction
-from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
+from atoll.flow.predictions import CleanAndNoise, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, check_times
 
 # A choice: below the shortest step of practical samplers (1e-3 at 1,000 steps), above the resolution of float32 (6e-8).
 END = 1e-4
 """Closest approach to t = 0 and t = 1, where x0 or eps carries no information."""
 
-# The constants of HDDM's conversion, equations (7) and (8).
+# The constants of HDDM's conversion, equations (6) and (7).
 PUBLISHED_STEPS = 999
 PUBLISHED_ALPHA_FLOOR = 0.01
 PUBLISHED_X0_CLAMP = 20.0
@@ -166,7 +167,7 @@ class Bridge:
             t_wide, bound = broadcast(t.clamp(min=END), x), self.x0_bound * self._channels(self.data_std, x)
             x0 = state - t_wide * v
             bounded = x0.clamp(-bound, bound)
-            # Only clamped elements are recomputed with (4): the others keep their exact bits.
+            # Only clamped elements are recomputed with (3): the others keep their exact bits.
             v = torch.where(x0 == bounded, v, (state - bounded) / t_wide)
         return (v - mean if self._off_center else v).to(x.dtype)
 
@@ -180,7 +181,7 @@ class Bridge:
         return field
 
     def _matched_time(self, t: Tensor) -> Tensor:
-        """Return the time s of the schedule with equal SNR, equation (2)."""
+        """Return the time s of the schedule with equal SNR, equation (1)."""
         return self.schedule.time_of_log_snr(LINEAR.log_snr(t.clamp(END, 1 - END)))
 
     @property
@@ -202,10 +203,10 @@ class Bridge:
         """Return the factor of x0 in the prediction, which is linear in (x0, eps)."""
         time = self._matched_time(t)
         one = torch.ones_like(broadcast(time, x))
-        return from_pair(Pair(one, torch.zeros_like(one)), time, self.prediction, schedule=self.schedule)
+        return from_pair(CleanAndNoise(one, torch.zeros_like(one)), time, self.prediction, schedule=self.schedule)
 
     def _state_scale(self, t: Tensor, time: Tensor, x: Tensor) -> Tensor:
-        """Return the factor c of equation (3) from x to the state of the expert, shaped to multiply x.
+        """Return the factor c of equation (2) from x to the state of the expert, shaped to multiply x.
 
         Written as the ratio of the standard deviations of both states, it also holds beyond the SNR of the schedule.
         """
@@ -215,7 +216,7 @@ class Bridge:
         return scale
 
     def _linear(self, t: Tensor, x: Tensor, rounding: float) -> Linear:
-        """Return v, for data of mean 0, as a linear function of state and output: equations (4), (5) and (6).
+        """Return v, for data of mean 0, as a linear function of state and output: equations (3), (4) and (5).
 
         `rounding` is the rounding error of the output if it is coarser than that of the state, else 0.
         """
@@ -224,14 +225,14 @@ class Bridge:
         scale = self._state_scale(t, time, x)
         error = math.hypot(self.prediction_error, rounding)
         trust = (1 + (error * w.x0_output / self._channels(self.data_std, x)) ** 2).reciprocal()
-        # `noisy` is (4) with x0 from the output, shrunk by (6); `clean` is (5) with eps from the output.
+        # `noisy` is (3) with x0 from the output, shrunk by (5); `clean` is (4) with eps from the output.
         noisy = Linear((1 - trust * w.x0_state * scale) / inner, -trust * w.x0_output / inner)
         trust_eps = (1 + (rounding * w.eps_output) ** 2).reciprocal()  # eps has mean 0 and standard deviation 1
         clean = Linear((trust_eps * w.eps_state * scale - 1) / (1 - inner), trust_eps * w.eps_output / (1 - inner))
         return Linear(*(torch.where(broadcast(t, x) >= 0.5, a, b) for a, b in zip(noisy, clean, strict=True)))
 
     def _published(self, eps: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return HDDM's conversion (7) or (8) of eps; the output of a velocity expert is returned unchanged."""
+        """Return HDDM's conversion (6) or (7) of eps; the output of a velocity expert is returned unchanged."""
         if self.prediction == "velocity":
             return eps
         schedule = LINEAR if self.mode == "published-linear" else self.schedule

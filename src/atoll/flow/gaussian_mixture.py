@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.names import Prediction
-from atoll.flow.predictions import Pair, from_pair
+from atoll.flow.predictions import CleanAndNoise, from_pair
 from atoll.flow.schedules import LINEAR, Schedule
 
 
@@ -87,7 +87,7 @@ class GaussianMixture:
         c = schedule.at(t, z)
         x0 = self.x0(z, t, schedule)
         eps = (z - c.alpha * x0) / c.sigma
-        return from_pair(Pair(x0, eps), t, prediction, schedule=schedule)
+        return from_pair(CleanAndNoise(x0, eps), t, prediction, schedule=schedule)
 
     def velocity(self, x: Tensor, t: Tensor) -> Tensor:
         """Return the velocity of the linear path at x (batch, D)."""

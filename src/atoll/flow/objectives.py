@@ -18,7 +18,7 @@ from atoll.core.manifests import ObjectiveSpec
 from atoll.core.names import OBJECTIVES, Prediction, TimesName, WeightingName
 from atoll.flow import rng
 from atoll.flow.bridge import Bridge
-from atoll.flow.predictions import Pair, check_prediction, from_pair, pair_weights
+from atoll.flow.predictions import CleanAndNoise, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
 
 # Streams of `rng`: times and noise of one image must be independent. Other numbers would change all trained weights.
@@ -29,13 +29,12 @@ MAX_WEIGHT = 400.0
 
 
 class Noised(NamedTuple):
-    """A noised batch: input, timestep and target of the network, and the times t (batch,) and noise behind them."""
+    """A noised batch: input, timestep and target of the network, and the times t (batch,) of the images."""
 
     input: Tensor
     timestep: Tensor
     target: Tensor
     t: Tensor
-    eps: Tensor
     weight: Tensor
     """Weight of each image in the loss, (batch,)."""
 
@@ -137,9 +136,9 @@ class Objective:
         eps = rng.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
-        target = from_pair(Pair(x0, eps), t, self.prediction, schedule=self.schedule)
+        target = from_pair(CleanAndNoise(x0, eps), t, self.prediction, schedule=self.schedule)
         weight = self.weighting.weights(t, self.prediction, self.schedule)
-        return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, eps, weight)
+        return Noised((scale * state).to(x0.dtype), self.schedule.timestep(t), target, t, weight)
 
     def loss(self, output: Tensor, noised: Noised) -> Tensor:
         """Return the weighted mean squared error of each image, in float32: shape (batch,)."""

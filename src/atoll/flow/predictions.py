@@ -23,7 +23,7 @@ from atoll.core.names import PREDICTIONS, Prediction
 from atoll.flow.schedules import Coefficients, Schedule
 
 
-class Pair(NamedTuple):
+class CleanAndNoise(NamedTuple):
     """An estimate of the clean image and the matching estimate of the noise: z = alpha x0 + sigma eps."""
 
     x0: Tensor
@@ -77,13 +77,13 @@ def pair_weights(prediction: Prediction, c: Coefficients, resolution: float) -> 
     return PairWeights(*(weight + zero for weight in weights))
 
 
-def to_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
+def to_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> CleanAndNoise:
     """Convert a prediction at state x (batch, …) and time t (batch,) to the pair (x0, eps)."""
     pair = _wide_pair(output, x, t, prediction=prediction, schedule=schedule)
-    return Pair(pair.x0.to(x.dtype), pair.eps.to(x.dtype))
+    return CleanAndNoise(pair.x0.to(x.dtype), pair.eps.to(x.dtype))
 
 
-def from_pair(pair: Pair, t: Tensor, prediction: Prediction, *, schedule: Schedule) -> Tensor:
+def from_pair(pair: CleanAndNoise, t: Tensor, prediction: Prediction, *, schedule: Schedule) -> Tensor:
     """Convert a pair (x0, eps) at time t to a prediction."""
     check_prediction(prediction)
     _check_same_shape(pair.x0, pair.eps)
@@ -114,11 +114,11 @@ def convert(
     )
 
 
-def _wide_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> Pair:
+def _wide_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, schedule: Schedule) -> CleanAndNoise:
     """Return the pair in at least float32, so that half-precision inputs are rounded once, at the end."""
     _check_same_shape(output, x)
     w = pair_weights(prediction, schedule.at(t, x), coarser_resolution(output, x))
-    return Pair(w.x0_state * x + w.x0_output * output, w.eps_state * x + w.eps_output * output)
+    return CleanAndNoise(w.x0_state * x + w.x0_output * output, w.eps_state * x + w.eps_output * output)
 
 
 def coarser_resolution(output: Tensor, x: Tensor) -> float:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-GOLDEN = 0.6180339887498949
-"""Fractional part of the golden ratio, for golden-section search."""
 Positions = int | np.ndarray[Any, Any]
 """The positions of a batch: that of its first image if they are consecutive, or an array (batch,) of all of them."""
 

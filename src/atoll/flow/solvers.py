@@ -51,14 +51,16 @@ def solve(
     return x
 
 
-class Step(NamedTuple):
+class SolverStep(NamedTuple):
     """The result of one step: the new states, and the velocity v at the old ones, which gives the estimate x - t v."""
 
     x: Tensor
     velocity: Tensor
 
 
-def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence[float], solver: str = "euler") -> Step:
+def step(
+    velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence[float], solver: str = "euler"
+) -> SolverStep:
     """Move states x (batch, ...) from times t to the times `to`: one time for each state, or one for all.
 
     Euler is of first order, with one evaluation. Heun is of second order, with two evaluations, but only one in a step
@@ -74,7 +76,7 @@ def step(velocity: VelocityField, x: Tensor, t: Sequence[float], *, to: Sequence
         v = (v + velocity(x + span * v, _times(to, x))) / 2
         if min(to) == 0:
             v = torch.where(broadcast(upload(_times(to, x), x.device), x) > 0, v, first)
-    return Step(x + span * v, first)
+    return SolverStep(x + span * v, first)
 
 
 def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:

@@ -1,10 +1,24 @@
 """The conditioning of networks: text tokens, a pooled text vector, a class label, any of them together, or nothing."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from atoll.nets.arguments import ArgumentTable
+
+_EXPECTED: dict[str, tuple[int, type, str]] = {
+    "text": (3, float, "floating point of shape (batch, length, width)"),
+    "text_mask": (2, bool, "bool of shape (batch, length), True for tokens"),
+    "pooled": (2, float, "floating point of shape (batch, width)"),
+    "label": (1, int, "integers of shape (batch,)"),
+    "arguments": (1, int, "integers of shape (batch,)"),
+    "dropped": (1, bool, "bool of shape (batch,)"),
+}
+"""Number of dimensions and dtype of each part, and both in words."""
 
 
 @dataclass(frozen=True)
@@ -19,20 +33,26 @@ class Condition:
     """One vector per text, (batch, pooled width)."""
     label: Tensor | None = None
     """Class labels, (batch,)."""
+    arguments: Tensor | None = None
+    """Rows of `table` (batch,), for base networks, whose conditions are any arguments."""
     dropped: Tensor | None = None
     """True for images whose whole condition is replaced by the null condition, (batch,)."""
+    table: ArgumentTable | None = None
+    """The arguments by row, shared by all parts of a batch."""
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes, but no values: that would synchronize with the GPU."""
         if torch.compiler.is_compiling():
             return
-        _check_part("text", self.text, 3, expected="floating point of shape (batch, length, width)", kind=float)
-        _check_part(
-            "text_mask", self.text_mask, 2, expected="bool of shape (batch, length), True for tokens", kind=bool
-        )
-        _check_part("pooled", self.pooled, 2, expected="floating point of shape (batch, width)", kind=float)
-        _check_part("label", self.label, 1, expected="integers of shape (batch,)", kind=int)
-        _check_part("dropped", self.dropped, 1, expected="bool of shape (batch,)", kind=bool)
+        for name, part in self._parts().items():
+            if part is None:
+                continue
+            # The dtype of masks matters: attention would silently add an integer mask to its scores.
+            dimensions, kind, expected = _EXPECTED[name]
+            found = float if part.is_floating_point() else bool if part.dtype == torch.bool else int
+            if part.ndim != dimensions or found is not kind:
+                hint = "; convert it with .bool()" if kind is bool and found is int else ""
+                raise ValueError(f"{name} must be {expected}, got {part.dtype} of shape {tuple(part.shape)}{hint}")
         if self.text is not None and self.text_mask is not None and self.text.shape[:2] != self.text_mask.shape:
             raise ValueError(
                 f"text_mask has shape {tuple(self.text_mask.shape)}, expected {tuple(self.text.shape[:2])} for text of "
@@ -51,7 +71,7 @@ class Condition:
 
         Distributed training waits for the gradient of every weight, even in a batch where no image was dropped.
         """
-        given = next((part for part in (self.text, self.pooled, self.label) if part is not None), None)
+        given = next((part for part in (self.text, self.pooled, self.label, self.arguments) if part is not None), None)
         return self if given is None else self.drop(torch.zeros(len(given), dtype=torch.bool, device=given.device))
 
     def unconditional(self) -> "Condition":
@@ -61,7 +81,8 @@ class Condition:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Condition":
         """Return the condition with `function` applied to each part."""
-        return Condition(**{name: None if part is None else function(part) for name, part in self._parts().items()})
+        given: dict[str, Any] = {name: function(part) for name, part in self._parts().items() if part is not None}
+        return replace(self, **given)
 
     def tensors(self) -> list[Tensor]:
         """Return the parts that are given, in a fixed order."""
@@ -69,7 +90,9 @@ class Condition:
 
     def with_tensors(self, parts: Sequence[Tensor]) -> "Condition":
         """Return a condition with other tensors for the parts that are given, in the order of `tensors`."""
-        return Condition(**dict(zip((n for n, part in self._parts().items() if part is not None), parts, strict=True)))
+        names = (name for name, part in self._parts().items() if part is not None)
+        given: dict[str, Any] = dict(zip(names, parts, strict=True))
+        return replace(self, **given)
 
     def to(self, device: torch.device | str) -> "Condition":
         """Return the condition on another device."""
@@ -79,19 +102,8 @@ class Condition:
         """Return the condition of some images of the batch."""
         return self.map(lambda part: part[samples])
 
-    def _parts(self) -> dict[str, Tensor | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def _check_part(name: str, part: Tensor | None, dimensions: int, *, expected: str, kind: type) -> None:
-    """Raise an error for a wrong dtype or number of dimensions."""
-    # The dtype of masks matters: attention would silently add an integer mask to its scores.
-    if part is None:
-        return
-    found = float if part.is_floating_point() else bool if part.dtype == torch.bool else int
-    if part.ndim != dimensions or found is not kind:
-        hint = "; convert it with .bool()" if kind is bool and found is int else ""
-        raise ValueError(f"{name} must be {expected}, got {part.dtype} of shape {tuple(part.shape)}{hint}")
+    def _parts(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "table"}
 
 
 def check_rows(condition: Condition, batch: int) -> None:
@@ -119,8 +131,8 @@ def concatenate(conditions: Sequence[Condition]) -> Condition:
 
     All of them must have the same parts; missing masks of tokens and of dropped images are filled in.
     """
-    parts: dict[str, Tensor | None] = {}
-    for name in ("text", "pooled", "label"):
+    parts: dict[str, Any] = {}
+    for name in ("text", "pooled", "label", "arguments"):
         tensors = [getattr(condition, name) for condition in conditions]
         given = [tensor for tensor in tensors if tensor is not None]
         if given and len(given) < len(tensors):
@@ -128,25 +140,32 @@ def concatenate(conditions: Sequence[Condition]) -> Condition:
                 f"cannot join conditions with and without {name}; use Condition.unconditional() for the null condition"
             )
         parts[name] = torch.cat(given) if given else None
-    if any(condition.text_mask is not None for condition in conditions):
-        parts["text_mask"] = torch.cat([_token_mask(condition) for condition in conditions])
+    tables = [condition.table for condition in conditions if condition.table is not None]
+    if tables:
+        parts["table"] = tables[0]
+        if any(table is not tables[0] for table in tables):
+            # The rows of one table follow those of the one before.
+            starts = itertools.accumulate((len(table.rows) for table in tables), initial=0)
+            rows = [
+                own.arguments + start
+                for own, start in zip(conditions, starts, strict=False)
+                if own.arguments is not None
+            ]
+            parts["arguments"] = torch.cat(rows)
+            parts["table"] = ArgumentTable([row for table in tables for row in table.rows], tables[0].batching)
+    # Missing masks stand for real tokens everywhere, and for images that are not dropped.
+    masks = [condition.text_mask for condition in conditions]
+    if any(mask is not None for mask in masks):
+        texts = [condition.text for condition in conditions if condition.text is not None]
+        filled = [
+            text.new_ones(text.shape[:2], dtype=torch.bool) if mask is None else mask
+            for mask, text in zip(masks, texts, strict=True)
+        ]
+        parts["text_mask"] = torch.cat(filled)
     if any(condition.dropped is not None for condition in conditions):
-        parts["dropped"] = torch.cat([_drop_mask(condition) for condition in conditions])
+        dropped = [condition.marked().dropped for condition in conditions]
+        parts["dropped"] = torch.cat([part for part in dropped if part is not None])
     return Condition(**parts)
-
-
-def _token_mask(condition: Condition) -> Tensor:
-    if condition.text_mask is not None:
-        return condition.text_mask
-    assert condition.text is not None  # all conditions have text if one has a mask, because they have the same parts
-    return torch.ones(condition.text.shape[:2], dtype=torch.bool, device=condition.text.device)
-
-
-def _drop_mask(condition: Condition) -> Tensor:
-    if condition.dropped is not None:
-        return condition.dropped
-    given = next(part for part in (condition.text, condition.pooled, condition.label) if part is not None)
-    return torch.zeros(len(given), dtype=torch.bool, device=given.device)
 
 
 @dataclass(frozen=True)

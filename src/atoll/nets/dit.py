@@ -18,8 +18,9 @@ from atoll.nets.layers import (
     Block,
     Embedder,
     LinearModulation,
+    Mlp,
     TableModulation,
-    Text,
+    TextInput,
     check_input,
     check_width,
     init_linears,
@@ -28,9 +29,7 @@ from atoll.nets.layers import (
     residual_dtype,
     unpatchify,
 )
-from atoll.nets.mlp import Mlp
-from atoll.nets.positions import resized_positions, sincos_on, sincos_positions
-from atoll.nets.rotary import rotation
+from atoll.nets.positions import resized_positions, rotation, sincos_on, sincos_positions
 
 TIME_KNOTS = 1001
 """Number of entries of the optional time table, for the timesteps 0, 1, …, 1000."""
@@ -81,20 +80,19 @@ class DiT(nn.Module):
             for _ in range(config.depth if config.embedder_per_block else 1)
         )
         self.shared_modulation = nn.Linear(width, 6 * width) if single else None
-        self.text = _text_projection(config)
-        shape = (config.text_width,) if config.null_tokens == 1 else (config.null_tokens, config.text_width)
-        self.null_text = nn.Parameter(torch.empty(shape)) if config.text_width else None
+        self.text: nn.Module | None = None
+        self.null_text: nn.Parameter | None = None
+        if config.text_width:
+            linear = config.text_projection == "linear"
+            self.text = nn.Linear(config.text_width, width) if linear else Mlp(config.text_width, width, width)
+            shape = (config.text_width,) if config.null_tokens == 1 else (config.null_tokens, config.text_width)
+            self.null_text = nn.Parameter(torch.empty(shape))
         self.blocks = nn.ModuleList(
             Block(
-                width,
-                config.heads,
-                int(width * config.mlp_ratio),
-                modulation=(TableModulation if single else LinearModulation)(width, 6),
+                config,
+                (TableModulation if single else LinearModulation)(width, 6),
                 text=config.text_width > 0,
-                qk_norm=config.qk_norm,
-                norm=config.norm,
-                norm_eps=(config.norm_eps, config.mlp_norm_eps),
-                mlp=config.mlp,
+                mlp_norm_eps=config.mlp_norm_eps,
             )
             for _ in range(config.depth)
         )
@@ -134,7 +132,7 @@ class DiT(nn.Module):
         self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None, *, tap: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the input tokens of the final layer, the embedding that modulates it, and the tokens at the tap."""
-        tapped: Tensor | None = None
+        # The image: tokens with their positions.
         rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         tokens = self.patch(patchify(x, self.config.patch).to(self.patch.weight.dtype))
         turned = None
@@ -145,12 +143,31 @@ class DiT(nn.Module):
             )
         else:
             tokens = tokens + self._positions_for(rows, columns)
-        added, texts, mask = self._read(condition, len(x))
-        embedded = self._embedded_timestep(timestep)
+        # The condition: a vector for each embedder, the text for all blocks (one entry) or each block, and its mask.
+        texts: Sequence[TextInput]
+        if isinstance(condition, PreparedCondition):
+            added, texts, mask = condition.embeddings, condition.keys_values or (None,), condition.mask
+        else:
+            condition = condition or Condition()
+            check_rows(condition, len(x))
+            condition = condition.marked() if self.training else condition
+            text, mask = self._text_tokens(condition)
+            added, texts = self._condition_embeddings(condition), (text,)
+            if text is not None and len(text) == 1:
+                texts = (text.expand(len(x), -1, -1),)
+        # The time, or its interpolated value in the time table. The table serves converted networks whose embedding
+        # expects another scale of time (`atoll.apps.models.fold`).
+        embedded = timestep.reshape(-1).float()
+        if self.config.time_table:
+            below = embedded.floor().clamp(0, TIME_KNOTS - 2)
+            start, table = below.long(), self.time_table.float()
+            embedded = torch.lerp(table[start], table[start + 1], embedded - below)
         embeddings = [embedder(embedded, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
         conditioning = [functional.silu(embedding) for embedding in embeddings]
         if self.shared_modulation is not None:
             conditioning = [self.shared_modulation(conditioning[0]).unflatten(-1, (6, -1))]
+        # The blocks.
+        tapped: Tensor | None = None
         for index, block in enumerate(self.blocks):
             inputs = (tokens, conditioning[index % len(conditioning)], texts[index % len(texts)])
             if self.checkpointing and torch.is_grad_enabled():
@@ -160,33 +177,6 @@ class DiT(nn.Module):
             if index + 1 == tap:
                 tapped = tokens
         return tokens, embeddings[0], tapped
-
-    def _read(
-        self, condition: Condition | PreparedCondition | None, batch: int
-    ) -> tuple[tuple[Tensor | None, ...], Sequence[Text], Tensor | None]:
-        """Return the condition for each embedder, the text for all blocks (one entry) or each block, and its mask."""
-        if isinstance(condition, PreparedCondition):
-            return condition.embeddings, condition.keys_values or (None,), condition.mask
-        condition = condition or Condition()
-        check_rows(condition, batch)
-        if self.training:
-            condition = condition.marked()
-        text, mask = self._text_tokens(condition)
-        if text is not None and len(text) == 1:
-            text = text.expand(batch, -1, -1)
-        return self._condition_embeddings(condition), (text,), mask
-
-    def _embedded_timestep(self, timestep: Tensor) -> Tensor:
-        """Return the value to embed, (batch or 1,): the timestep, or its interpolated value in the time table.
-
-        The table serves converted networks whose embedding expects another scale of time (`atoll.apps.models.fold`).
-        """
-        timestep = timestep.reshape(-1).float()
-        if not self.config.time_table:
-            return timestep
-        below = timestep.floor().clamp(0, TIME_KNOTS - 2)
-        start, table = below.long(), self.time_table.float()
-        return torch.lerp(table[start], table[start + 1], timestep - below)
 
     def _positions_for(self, rows: int, columns: int) -> Tensor:
         """Return positions for a grid; a grid of another size is stretched over the same range of coordinates."""
@@ -271,14 +261,6 @@ def _with_null(text: Tensor, mask: Tensor | None, null: Tensor, *, dropped: Tens
         null_mask = torch.arange(longest, device=text.device) < tokens
         mask = torch.where(dropped[:, None], null_mask, functional.pad(mask, (0, longest - length)))
     return torch.where(dropped[:, None, None], null, text), mask
-
-
-def _text_projection(config: DiTConfig) -> nn.Module | None:
-    if not config.text_width:
-        return None
-    if config.text_projection == "linear":
-        return nn.Linear(config.text_width, config.width)
-    return Mlp(config.text_width, config.width, config.width)
 
 
 def count_parameters(network: nn.Module) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from atoll.core import disk
 from atoll.core.errors import AtollError, first_line
-from atoll.core.networks import DiffusersConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
+from atoll.core.networks import BaseConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
+from atoll.nets.base import BaseExpert
 from atoll.nets.dit import DiT
 from atoll.nets.router import Router
 
@@ -124,27 +125,31 @@ def check_fit(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what:
         raise AtollError(f"the weights do not fit {what}; nothing was loaded:\n  " + "\n  ".join(problems))
 
 
-def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert:
+def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert | BaseExpert:
     """Build a network with newly initialized weights."""
     if isinstance(config, DiTConfig):
         return DiT(config)
     if isinstance(config, RouterConfig):
         return Router(config)
+    if isinstance(config, BaseConfig):
+        return BaseExpert(config)
     try:
         return KINDS[config.class_name](**config.fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise AtollError(f"{config.class_name} cannot be built from its fields: {first_line(error)}") from error
 
 
-def save_network(network: DiT | Router | DiffusersExpert, folder: str | Path) -> None:
+def save_network(network: DiT | Router | DiffusersExpert | BaseExpert, folder: str | Path) -> None:
     """Write config.json and the weights as safetensors, in the folder layout of a diffusers model."""
     folder = Path(folder)
     write_weights(network.state_dict(), folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(network.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_network(folder: str | Path, read: Callable[[str], memoryview] | None = None) -> DiT | Router | DiffusersExpert:
-    """Load a network that `save_network` wrote; raise an error if a tensor does not fit.
+def read_files(
+    folder: str | Path, read: Callable[[str], memoryview] | None = None
+) -> tuple[NetworkConfig, dict[str, Tensor]]:
+    """Read the configuration and the weights of a network that `save_network` wrote.
 
     `read` returns the content of a file by name, such as `VerifiedFiles.read`; by default the files are memory-mapped.
     """
@@ -152,12 +157,23 @@ def load_network(folder: str | Path, read: Callable[[str], memoryview] | None = 
     if not file.is_file():
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = read_network(json.loads(bytes(read(CONFIG_FILE)) if read else file.read_bytes()))
-    state = tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE)
-    native = not isinstance(config, DiffusersConfig)
+    return config, tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE)
+
+
+def load_network(
+    folder: str | Path, read: Callable[[str], memoryview] | None = None
+) -> DiT | Router | DiffusersExpert | BaseExpert:
+    """Load a network that `save_network` wrote, as `read_files`; raise an error if a tensor does not fit."""
+    (config, state), what = read_files(folder, read), f"the network of {Path(folder) / CONFIG_FILE}"
+    native = isinstance(config, DiTConfig | RouterConfig)
+    if isinstance(config, BaseConfig):
+        # An adapter of a large rank is refused before memory is spent on it, or on its base.
+        with torch.device("meta"):
+            check_fit(state, build(config).state_dict(), what)
     # DiT and router store all their buffers, so initialization can be skipped on the meta device. Diffusers models have
-    # buffers that are not saved.
+    # buffers that are not saved, and a base is shared.
     with torch.device("meta" if native else "cpu"):
         network = build(config)
-    check_fit(state, network.state_dict(), f"the network of {file}")
+    check_fit(state, network.state_dict(), what)
     network.load_state_dict(state, assign=native)
     return network

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.core.networks import MlpKind, NormKind
+from atoll.core.networks import DiTConfig, NormKind, RouterConfig
 from atoll.nets.conditioning import check_labels
-from atoll.nets.mlp import MLPS, SwiGlu
-from atoll.nets.rotary import rotate
+from atoll.nets.positions import rotate
 
 # As in DiT and PixArt, whose checkpoints must load.
 FREQUENCIES = 256
 """Number of features of the sinusoidal timestep embedding, half of them cosines, half sines."""
 
-Text = Tensor | tuple[Tensor, Tensor] | None
+TextInput = Tensor | tuple[Tensor, Tensor] | None
 """The text input of a block: tokens, precomputed keys and values, or None."""
 
 
@@ -197,7 +196,6 @@ class LinearModulation(nn.Module):
 
 
 def _emulates_bfloat16() -> bool:
-    """Return whether this is an x86 processor without bfloat16 instructions."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     if hasattr(torch.cpu, "get_capabilities"):
@@ -207,6 +205,7 @@ def _emulates_bfloat16() -> bool:
 
 
 EMULATES_BFLOAT16 = _emulates_bfloat16()
+"""True on an x86 processor without bfloat16 instructions."""
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None) -> Tensor:
@@ -253,7 +252,7 @@ class SelfAttention(_Attention):
         self.qkv = nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Map (batch, tokens, width) to the same shape; `rotation` rotates queries and keys (`nets.rotary`)."""
+        """Map (batch, tokens, width) to the same shape; `rotation` rotates queries and keys (`nets.positions`)."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         queries, keys, values = (part.transpose(1, 2) for part in parts)
         queries = self.encode(queries, self.query_norm, rotation)
@@ -281,43 +280,75 @@ class CrossAttention(_Attention):
         return self.attend(queries, keys, values, mask=mask)
 
 
+class Mlp(nn.Module):
+    """Two layers with tanh-approximated GELU."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, hidden)
+        self.outer = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, width) to (…, out)."""
+        return self.outer(functional.gelu(self.inner(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+SWIGLU_MULTIPLE = 8
+"""The hidden width of a SwiGLU is a multiple of this: rows of 16 bytes in bfloat16, which tensor cores need. A multiple
+of 64 would miss the parameters of width 256 by 3 %."""
+
+
+class SwiGlu(nn.Module):
+    """Two layers with a gate: outer(SiLU(gate) · value), with one matrix for gate and value (Shazeer 2020).
+
+    It has three matrices instead of two, so two thirds of `hidden` give it the parameters of an `Mlp`.
+    """
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        gated = max(1, round(hidden * 2 / 3 / SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
+        self.inner = nn.Linear(width, 2 * gated)
+        self.outer = nn.Linear(gated, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, width) to (…, out)."""
+        gate, value = self.inner(x).chunk(2, dim=-1)
+        return self.outer(functional.silu(gate) * value)  # type: ignore[no-any-return]
+
+    def init_weights(self) -> None:
+        """Initialize gate and value as two matrices; Xavier would give a joint one three quarters of their range."""
+        for part in self.inner.weight.chunk(2):
+            nn.init.xavier_uniform_(part)
+
+
 class Block(nn.Module):
     """Modulated self-attention, cross-attention without norm and gate (as in PixArt and Paris), modulated MLP."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        hidden: int,
-        *,
-        modulation: nn.Module,
-        text: bool = False,
-        qk_norm: bool = False,
-        norm: NormKind = "layer",
-        norm_eps: tuple[float, float] = (1e-6, 1e-6),
-        mlp: MlpKind = "gelu",
+        self, config: DiTConfig | RouterConfig, modulation: nn.Module, *, text: bool, mlp_norm_eps: float
     ) -> None:
         super().__init__()
-        self.norm = norm
-        self.norm_eps = norm_eps
+        width = config.width
+        self.norm = config.norm
+        self.norm_eps = (config.norm_eps, mlp_norm_eps)
         self.modulation = modulation
-        self.attention = SelfAttention(width, heads, qk_norm)
-        self.cross = CrossAttention(width, heads, qk_norm) if text else None
-        self.mlp = MLPS[mlp](width, hidden, width)
+        self.attention = SelfAttention(width, config.heads, config.qk_norm)
+        self.cross = CrossAttention(width, config.heads, config.qk_norm) if text else None
+        self.mlp = (Mlp if config.mlp == "gelu" else SwiGlu)(width, int(width * config.mlp_ratio), width)
 
     def forward(
         self,
         x: Tensor,
         conditioning: Tensor,
-        text: Text = None,
+        text: TextInput,
         *,
-        mask: Tensor | None = None,
-        rotation: Tensor | None = None,
+        mask: Tensor | None,
+        rotation: Tensor | None,
     ) -> Tensor:
         """Map tokens x (batch, tokens, width) to the same shape.
 
         `conditioning` is the input of the modulation of this block: the shared vectors, or SiLU of the embedding.
-        `mask` is that of the text, and `rotation` the positions of the tokens, if the network has RoPE.
+        `mask` hides text tokens, and `rotation` are the positions of the tokens, if the network has RoPE.
         """
         vectors = self.modulation(conditioning).to(x.dtype)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = vectors.unbind(1)

@@ -15,8 +15,7 @@ from atoll.nets.layers import (
     patchify,
     residual_dtype,
 )
-from atoll.nets.positions import is_sincos, resized_positions, sincos_on, sincos_positions
-from atoll.nets.rotary import rotation
+from atoll.nets.positions import is_sincos, resized_positions, rotation, sincos_on, sincos_positions
 
 
 class Head(nn.Module):
@@ -54,16 +53,7 @@ class Router(nn.Module):
         self.cls = nn.Parameter(torch.empty(1, 1, width))
         self.embedder = Embedder(width, config.num_classes, config.pooled_width)
         self.blocks = nn.ModuleList(
-            Block(
-                width,
-                config.heads,
-                int(width * config.mlp_ratio),
-                modulation=LinearModulation(width, 6),
-                qk_norm=config.qk_norm,
-                norm=config.norm,
-                norm_eps=(config.norm_eps, config.norm_eps),
-                mlp=config.mlp,
-            )
+            Block(config, LinearModulation(width, 6), text=False, mlp_norm_eps=config.norm_eps)
             for _ in range(config.depth)
         )
         self.head = Head(width, config.experts)
@@ -82,14 +72,15 @@ class Router(nn.Module):
         turned = None
         if self.config.positions == "rope":
             tokens = tokens.to(residual_dtype(self.patch.weight))
-            turned = rotation(rows, columns, self.config.head_width, scale=1.0, device=x.device, unrotated=1)  # CLS
+            head_width = self.config.width // self.config.heads
+            turned = rotation(rows, columns, head_width, scale=1.0, device=x.device, unrotated=1)  # CLS
         else:
             tokens = tokens + self._positions_for(rows, columns)
         tokens = torch.cat([self.cls.expand(len(x), -1, -1).to(tokens.dtype), tokens], dim=1)
         added = self.embedder.condition(condition.label, condition.pooled, condition.dropped)
         activated = functional.silu(self.embedder(timestep.reshape(-1).float(), added))
         for block in self.blocks:
-            tokens = block(tokens, activated, rotation=turned)
+            tokens = block(tokens, activated, None, mask=None, rotation=turned)
         return self.head(tokens[:, 0])  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:

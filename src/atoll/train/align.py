@@ -18,23 +18,18 @@ the norm has one meaning in all of training, and Adam does not depend on the sca
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.core import layout
-from atoll.core.config_sections import Align
+from atoll.core.config_sections import AlignSection
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ShardsContent
 from atoll.core.networks import DiTConfig, NetworkConfig
-from atoll.core.sizes import Size
-from atoll.data.dataset import Shards
-from atoll.nets.rotary import CACHED
+from atoll.nets.positions import CACHED
 
 LAYERS = 3
 Grid = tuple[int, int]
@@ -61,7 +56,7 @@ class AlignmentSpec:
 
     @classmethod
     def of(
-        cls, settings: Align, network: NetworkConfig, data: ShardsContent | None, *, side: int, dimensions: int
+        cls, settings: AlignSection, network: NetworkConfig, data: ShardsContent | None, *, side: int, dimensions: int
     ) -> "AlignmentSpec":
         """Return the alignment of a network on latents of some side, still without images.
 
@@ -70,8 +65,8 @@ class AlignmentSpec:
         patches = None if data is None else data.patches
         if data is not None and patches is None:
             raise AtollError(
-                "train.align needs patch features, but the shards have none; with features.patch_dimensions: 64, "
-                f"delete {layout.SHARDS} and run atoll prepare"
+                "train.align needs patch features, but the shards have none; set features.patch_dimensions: 64 and run "
+                "atoll prepare again"
             )
         if not isinstance(network, DiTConfig):
             raise AtollError(
@@ -112,18 +107,8 @@ class AlignmentSpec:
         """FLOPs of training on one square image."""
         return self.flops_of((self.tokens, self.tokens), (self.grid, self.grid))
 
-    def burn_in_flops(self, shards: Shards, seen: Mapping[Size, int]) -> int:
-        """Return the FLOPs of training on some number of images of each size."""
-        total = 0
-        for size, count in seen.items():
-            patches = shards.read(shards.numbers(size, np.zeros(1)), patches=True).patches
-            assert patches is not None
-            grid = patches.shape[1], patches.shape[2]
-            total += count * self.flops_of(self.token_grid(size.height, size.width), grid)
-        return total
-
     def flops_of(self, tokens: Grid, patches: Grid) -> int:
-        """Return the FLOPs of training on one image: those of the projector, and of averaging tokens."""
+        """Return the FLOPs of the projector, and of averaging tokens, for training on one image."""
         coarse = _coarser(tokens, patches)
         cells = math.prod(coarse)
         averaging = 2 * cells * math.prod(tokens) * self.width if tokens != coarse else 0

@@ -39,13 +39,16 @@ class EMA:
 
     @contextmanager
     def applied(self, name: str) -> Iterator[None]:
-        """Put the EMA weights into the network for the duration of a block, then restore the trained ones exactly."""
-        kept = {key: value.detach().clone() for key, value in self.parameters.items()}
+        """Evaluate the network with the weights of an EMA in a block, then restore the trained ones exactly."""
+        trained = {key: value.detach().clone() for key, value in self.parameters.items()}
+        training = self._network.training
         self._set(self.weights[name])
+        self._network.eval()
         try:
             yield
         finally:
-            self._set(kept)
+            self._set(trained)
+            self._network.train(training)
 
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
@@ -28,19 +27,21 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config_sections import Train
+from atoll.core.config_sections import TrainSection
 from atoll.core.device import ASYNCHRONOUS, compute_dtype
+from atoll.core.distributed import DistContext, full_tensor
 from atoll.core.errors import AtollError
-from atoll.nets.blocks import compile_blocks, compiles_by_default
+from atoll.flow import rng
+from atoll.nets.blocks import compile_blocks, compiles_by_default, transformer_blocks
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
-from atoll.train.distributed import DistContext, full_tensor
 from atoll.train.ema import EMA
-from atoll.train.inputs import TrainingInputs, copy_ahead
 from atoll.train.metrics_logger import MetricsLogger
-from atoll.train.muon import Muon, muon_dtype
-from atoll.train.previews import held_out_loss, save_preview
-from atoll.train.tasks import Losses, Task
+from atoll.train.muon import Muon
+from atoll.train.previews import save_preview, validation_loss
+from atoll.train.tasks import Losses, Task, TrainingInputs
 
+DROPOUT_STREAM = 18
+"""Random stream of dropout. Each use of randomness has its own number."""
 REQUEUE = 75
 """Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
 
@@ -50,14 +51,6 @@ NAMED = 16
 
 class Requeue(Exception):  # noqa: N818 - not an error
     """The job was interrupted by a signal or a callback, and saved a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of training: the EMA weights and the wall time."""
-
-    ema: EMA
-    seconds: float
 
 
 class TrainCallback(Protocol):
@@ -70,46 +63,32 @@ class TrainCallback(Protocol):
         """Handle a committed checkpoint. It is called at the end of a later step, since a thread writes checkpoints."""
 
 
-def train(
-    task: Task,
-    settings: Train,
-    checkpoints: Checkpoints,
-    *,
-    context: DistContext,
-    callback: TrainCallback | None = None,
-) -> Outcome:
-    """Train up to `settings.total_images`, from the newest checkpoint if there is one."""
+def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None = None) -> tuple[EMA, float]:
+    """Train from the newest checkpoint, if there is one, to the end; return the EMAs and the seconds of training."""
+    settings, processes = task.spec.settings, checkpoints.processes
     # Network, state and data; a checkpoint is loaded into the state
-    if settings.compile is True or (settings.compile == "auto" and compiles_by_default(context.device)):
+    if settings.compile is True or (settings.compile == "auto" and compiles_by_default(processes.device)):
         compile_blocks(task.network)
-    wrapped = context.wrap(task.network, settings.parallel, compute_dtype(context.device, settings.precision))
-    state = make_state(task.network, settings, context, auxiliary=task.auxiliary)
+    wrapped = processes.wrap(
+        task.network,
+        settings.parallel,
+        compute_dtype(processes.device, settings.precision),
+        blocks=transformer_blocks(task.network),
+    )
+    state = make_state(task.network, settings, processes, auxiliary=task.projector)
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)
     # The last save is at the end, whatever `save_every`.
     saves = -(-settings.total_images // settings.save_every) - images // settings.save_every
-    context.on_main(lambda: checkpoints.check_space(state, saves if images < settings.total_images else 0))
-    stream = task.stream(
-        settings.batch_size, images, parts=settings.grad_accum_steps, rank=context.rank, world_size=context.size,
-        workers=settings.workers, pin=context.device.type in ASYNCHRONOUS,
-    )  # fmt: skip
-    batches = copy_ahead(stream, context.device)
+    processes.on_main(lambda: checkpoints.check_space(state, saves if images < settings.total_images else 0))
+    batches = task.stream(images, processes)
+    burn_in = 0 if task.spec.align is None else task.spec.align.images
 
     # Saver and logger
-    saver = CheckpointSaver(
-        checkpoints, lambda made: callback.on_checkpoint(made) if callback and context.is_main else None
-    )
+    saver = CheckpointSaver(checkpoints, callback.on_checkpoint if callback and processes.is_main else lambda _: None)
     check = StepCheck(task, saver.newest)
-    logger = MetricsLogger(
-        checkpoints.run / task.name,
-        task.name,
-        context,
-        total=settings.total_images,
-        done=images,
-        trackers=settings.trackers,
-        seconds=seconds,
-    )
+    logger = MetricsLogger(task.spec, processes, done=images, seconds=seconds)
 
     def due(every: int) -> bool:
         """Return whether the last step crossed a multiple of `every` images."""
@@ -118,43 +97,43 @@ def train(
     with logger, stop_signals() as stop, saver:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
-            losses = train_step(
-                task, wrapped, batches, state=state, lr=lr, settings=settings, context=context, check=check
-            )
-            logger.add(losses)
+            # The dropout of an adapter draws from torch's own generator, which checkpoints do not contain.
+            torch.manual_seed(rng.key(task.seed, DROPOUT_STREAM, images + processes.rank))
+            losses = train_step(task, wrapped, batches, state=state, lr=lr, processes=processes, check=check)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
-            logger.advance(images, settings.batch_size)
+            logger.add(losses, images)
 
             # Stop? A signal may reach only some of the processes, and one step earlier or later. If the last checkpoint
             # failed, the next one raises its error on all processes.
             done = images >= settings.total_images
-            stop_requested = callback is not None and context.is_main and callback.on_step(images)
-            stopped = context.any_rank(saver.poll() or bool(stop) or stop_requested)
+            stop_requested = callback is not None and processes.is_main and callback.on_step(images)
+            stopped = processes.any_rank(saver.poll() or bool(stop) or stop_requested)
 
             # Validate and log. A validation ends a line, so that its error stands beside the training loss up to there.
             # So does the burn-in, because the metrics of a line have the same names.
             validated = due(settings.validate_every)
-            if stopped or validated or images == task.burn_in or due(settings.log_every):
-                error = held_out_loss(task, state.ema) if validated else None
-                logger.write(images // settings.batch_size, lr, check.read(), held_out_loss=error)
+            if stopped or validated or images == burn_in or due(settings.log_every):
+                error = validation_loss(task, state.ema) if validated else None
+                check.finish()
+                logger.write(images // settings.batch_size, lr, check.norm, validation_loss=error)
 
             # Preview
             if due(settings.sample_every):
-                with autocast(context.device, settings):
-                    save_preview(task, state.ema, logger, settings=settings)
+                with autocast(processes.device, settings):
+                    save_preview(task, state.ema, logger)
 
             # Save
             if stopped or due(settings.save_every):
-                check.read()
+                check.finish()
                 saver.save(state, images, logger.seconds)
             if stopped or done:
                 saver.wait()
             if stopped and not done:
                 raise Requeue(
-                    f"{task.name}: interrupted and saved at {images:,} images; run the command again to resume"
+                    f"{task.spec.job}: interrupted and saved at {images:,} images; run the command again to resume"
                 )
-    return Outcome(state.ema, logger.seconds)
+    return state.ema, logger.seconds
 
 
 def train_step(
@@ -164,24 +143,24 @@ def train_step(
     *,
     state: TrainState,
     lr: float,
-    settings: Train,
-    context: DistContext,
+    processes: DistContext,
     check: "StepCheck",
 ) -> list[Losses]:
     """Make one step: forward and backward of all micro-batches, clipping, and the update of the weights."""
+    settings = task.spec.settings
     step: list[tuple[Losses, Tensor]] = []
     for part in range(settings.grad_accum_steps):
         inputs = next(batches)
         # All micro-batches but the last accumulate gradients locally; the last one exchanges them.
-        with context.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
-            with autocast(context.device, settings):
+        with processes.sync_gradients(wrapped, last=part == settings.grad_accum_steps - 1):
+            with autocast(processes.device, settings):
                 losses = task.losses(wrapped, inputs)
             torch.autograd.backward(losses.minimized.mean() / settings.grad_accum_steps)
         step.append((losses, inputs.index))
     if state.auxiliary is not None:
-        context.average_gradients(state.auxiliary.network)
+        processes.average_gradients(state.auxiliary.network)
     norm = clip(task.network, settings.max_grad_norm)
-    check.read()  # the step before this one; the device has this one to work on while the host waits
+    check.finish()  # of the step before this one; the device has this one to work on while the host waits
     # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
     bad = check.begin([(losses.minimized.detach(), index) for losses, index in step], norm)
     for optimizer in state.optimizers:
@@ -193,29 +172,29 @@ def train_step(
     return [losses for losses, _ in step]
 
 
-def autocast(device: torch.device, settings: Train) -> torch.autocast:
+def autocast(device: torch.device, settings: TrainSection) -> torch.autocast:
     """Return a context that computes in the precision of training; float32 changes nothing."""
     precision = compute_dtype(device, settings.precision)
     return torch.autocast(device.type, precision, enabled=precision != torch.float32)
 
 
 def make_state(
-    network: nn.Module, settings: Train, context: DistContext, *, auxiliary: nn.Module | None = None
+    network: nn.Module, settings: TrainSection, processes: DistContext, *, auxiliary: nn.Module | None = None
 ) -> TrainState:
     """Return the state of a network, its EMAs and its optimizer; the auxiliary network has AdamW and no EMA."""
     other = None
     if auxiliary is not None:
         plain = settings.model_copy(update={"optimizer": "adamw", "ema": {}})
-        other = make_state(auxiliary.to(context.device), plain, context)
-    return TrainState(network, EMA(network, settings.ema), make_optimizer(network, settings, context), other)
+        other = make_state(auxiliary.to(processes.device), plain, processes)
+    return TrainState(network, EMA(network, settings.ema), make_optimizer(network, settings, processes), other)
 
 
-def make_optimizer(network: nn.Module, settings: Train, context: DistContext) -> torch.optim.Optimizer:
+def make_optimizer(network: nn.Module, settings: TrainSection, processes: DistContext) -> torch.optim.Optimizer:
     """Return a fused AdamW optimizer, or Muon."""
     betas = (0.9, settings.beta2)
     options: dict[str, Any] = {"lr": settings.lr, "betas": betas, "weight_decay": settings.weight_decay, "fused": True}
     if settings.optimizer == "muon":
-        return Muon(network, context, dtype=muon_dtype(context.device, settings.precision), **options)
+        return Muon(network, processes, settings.precision, **options)
     return torch.optim.AdamW(network.parameters(), **options)
 
 
@@ -231,7 +210,7 @@ def clip(network: nn.Module, max_norm: float) -> Tensor:
     return full
 
 
-def learning_rate(images: int, settings: Train) -> float:
+def learning_rate(images: int, settings: TrainSection) -> float:
     """Return the learning rate: linear warmup, then constant or a cosine to 0."""
     warm = min(1.0, (images + settings.batch_size) / settings.warmup_images) if settings.warmup_images else 1.0
     if settings.lr_schedule == "constant":
@@ -243,8 +222,8 @@ class StepCheck:
     """Finds losses and gradients that are not finite, without waiting for the device.
 
     The optimizer skips a bad step on the device (`begin`). The host reads losses and gradient norm only when the next
-    step is queued, before its update (`read`), so the weights stay those of the last good step. On a CPU there is
-    nothing to wait for, and `begin` reads at once.
+    step is queued, before its update (`finish`), so the weights stay those of the last good step. On a CPU there is
+    nothing to wait for, and `begin` finishes at once.
     """
 
     def __init__(self, task: Task, newest_checkpoint: Callable[[], str]) -> None:
@@ -252,7 +231,8 @@ class StepCheck:
         self._index = torch.empty(0, dtype=torch.long)
         self._values: Tensor | None = None
         self._copied: torch.Event | None = None
-        self._norm = math.nan
+        self.norm = math.nan
+        """Gradient norm of the last step that was finished."""
 
     def begin(self, step: list[tuple[Tensor, Tensor]], norm: Tensor) -> Tensor:
         """Start the check of a step: losses (batch,) and image numbers (batch,) of its micro-batches, gradient norm.
@@ -267,13 +247,13 @@ class StepCheck:
             self._copied.record()
         else:
             self._values = values.cpu()
-            self.read()
+            self.finish()
         return (~values.isfinite()).any().float()
 
-    def read(self) -> float:
-        """Raise an error if the last step was bad, or return its gradient norm; wait if it is not finished."""
+    def finish(self) -> None:
+        """Wait for the last step, and raise an error if it was bad."""
         if self._values is None:
-            return self._norm
+            return
         if self._copied is not None:
             self._copied.synchronize()
         values, self._values = self._values, None
@@ -284,12 +264,11 @@ class StepCheck:
             shown = ", ".join(self._task.shards.ids(rows[:NAMED].tolist()))
             shown += f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
             raise AtollError(
-                f"{self._task.name}: the {what} is not finite on images {shown}. This step was not applied; the newest "
-                f"checkpoint is {self._newest_checkpoint()}. Lower train.lr or train.max_grad_norm, or inspect these "
-                "images"
+                f"{self._task.spec.job}: the {what} is not finite on images {shown}. This step was not applied; the "
+                f"newest checkpoint is {self._newest_checkpoint()}. Lower train.lr or train.max_grad_norm, or inspect "
+                "these images"
             )
-        self._norm = float(values[-1])
-        return self._norm
+        self.norm = float(values[-1])
 
 
 @contextmanager

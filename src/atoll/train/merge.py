@@ -18,7 +18,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, SHARDS, ComputeSpec, DataSpec, ExpertContent, NetworkContent, training_costs
+from atoll.core.manifests import EXPERT, SHARDS, ComputeSpec, ExpertContent, training_costs
 from atoll.nets import build, load_network, save_network
 from atoll.train.job import build_task
 from atoll.train.spec import resolve_job
@@ -27,7 +27,7 @@ from atoll.verify.verified_files import VerifiedFiles
 
 
 def merge(run: Path, config: Config) -> Manifest:
-    """Average all experts of a run, validate the result on held-out images and commit it; do nothing if it exists."""
+    """Average all experts of a run, validate the result on validation images and commit it; do nothing if it exists."""
     spec = resolve_job(run, config, "merged")
     shards = [Artifact(run, layout.shards(cluster)) for cluster in spec.clusters]
     sizes = [own.read(SHARDS).rows["train"] for own in shards]
@@ -38,13 +38,8 @@ def merge(run: Path, config: Config) -> Manifest:
     contents = [EXPERT.parse(made, source.folder) for source, made in zip(sources, manifests, strict=True)]
     _check_mergeable(contents)
     first, digests = contents[0], tuple(manifest.digest for manifest in manifests)
-    seed = {"seed": spec.settings.seed}
-    made_from = {
-        "job": spec.job,
-        "data": [own.open(SHARDS).digest for own in shards],
-        "sources": digests,
-        "train": seed,
-    }
+    data, seed = [own.open(SHARDS).digest for own in shards], {"seed": spec.settings.seed}
+    made_from = {"job": spec.job, "data": data, "sources": digests, "train": seed}
     if done := spec.result.begin(EXPERT, made_from):
         print(f"{spec.result.folder} exists already", flush=True)
         return done
@@ -57,19 +52,20 @@ def merge(run: Path, config: Config) -> Manifest:
     # The configuration may have changed since the experts were trained.
     spec = replace(spec, network=first.network, init_from=None, objective=first.objective, conditioning=conditioning)
     task = replace(build_task(spec), network=network.to(device()).eval())
-    content = task.finish(
-        NetworkContent(
-            **{name: getattr(task.shards.content, name) for name in DataSpec.model_fields},
-            job=spec.job,
-            clusters=spec.clusters,
-            network=first.network,
-            conditioning=first.conditioning,
-            compute=_total_cost(contents),
-        )
-    ).model_copy(update={"sources": digests})
+    # The cost of all experts, and of their start once; the merged network has the parameters of one.
+    spent = training_costs(contents)
+    compute = ComputeSpec(
+        images=sum(one.images for one in spent),
+        parameters=spent[0].parameters,
+        flops=sum(one.flops for one in spent),
+        seconds=sum(one.seconds for one in spent),
+    )
+    content = task.finish(compute).model_copy(update={"sources": digests})
     save_network(network, spec.result.folder)
     made = spec.result.commit(content)
-    error = "no held-out images" if content.held_out_loss is None else f"held-out error {content.held_out_loss:.4f}"
+    error = (
+        "no validation images" if content.validation_loss is None else f"validation error {content.validation_loss:.4f}"
+    )
     print(f"{spec.job}: done, {error}, {spec.result.folder}", flush=True)
     return made
 
@@ -103,14 +99,3 @@ def _check_mergeable(experts: Sequence[ExpertContent]) -> None:
             )
         if expert.network != first.network or expert.conditioning != first.conditioning:
             raise AtollError(f"{expert.job} and {first.job} have different networks or conditioning")
-
-
-def _total_cost(experts: Sequence[ExpertContent]) -> ComputeSpec:
-    """Return the cost of all experts with that of their start once; the merged network has the parameters of one."""
-    spent = training_costs(experts)
-    return ComputeSpec(
-        images=sum(one.images for one in spent),
-        parameters=spent[0].parameters,
-        flops=sum(one.flops for one in spent),
-        seconds=sum(one.seconds for one in spent),
-    )

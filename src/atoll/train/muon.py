@@ -26,7 +26,6 @@ update, which has no matrix products, is the same on all processes: they have th
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -35,15 +34,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll.core.device import compute_dtype
-from atoll.nets.blocks import transformer_blocks
-from atoll.nets.layers import CrossAttention, SelfAttention
-from atoll.nets.mlp import SwiGlu
-from atoll.train.distributed import DistContext
+from atoll.core.distributed import DistContext
+from atoll.nets.blocks import NEWTON_SCHULZ_STEPS, HiddenMatrix, hidden_matrices
 
 MOMENTUM = 0.95
-STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Momentum, number of Newton-Schulz steps and coefficients of its polynomial, as published. After five steps singular
+"""Momentum, and coefficients of the polynomial of Newton-Schulz, as published. After five steps singular
 values between 0.002 and 1 become values between 0.68 and 1.14, which trains as well as exact ones."""
 RMS = 0.2
 """RMS of an update with learning rate 1, measured for AdamW by Liu et al. 2025."""
@@ -54,38 +50,6 @@ MOMENTUM_BUFFER = "momentum_buffer"
 STACK_BYTES = 128 << 20
 """Largest stack in float32. A step needs a few copies of a stack. 128 MiB are 100 matrices of width 576 (DiT-S has
 384), or 24 of DiT-XL's 1152: enough to occupy a GPU, and small beside the activations of training."""
-FUSED = {(SelfAttention, "qkv"): 3, (CrossAttention, "key_value"): 2, (SwiGlu, "inner"): 2}
-"""Number of matrices in the weights of these layers. All others hold one."""
-
-
-@dataclass(frozen=True)
-class HiddenMatrix:
-    """A weight (count · rows, columns) that holds `count` matrices, one below the other."""
-
-    weight: Tensor
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of one matrix."""
-        return self.weight.shape[0] // self.count, self.weight.shape[1]
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of its Newton-Schulz steps: three products each, of the smaller side m and the larger side n."""
-        m, n = sorted(self.shape)
-        return self.count * STEPS * (2 * m * m * n + 2 * m * m * m + 2 * m * m * n)
-
-
-def hidden_matrices(network: nn.Module) -> Iterator[HiddenMatrix]:
-    """Yield the weights that Muon trains; none for a network without transformer blocks (a UNet)."""
-    for block in transformer_blocks(network):
-        for name, layer in block.named_modules():
-            owner, _, own_name = name.rpartition(".")
-            # In blocks of diffusers, the modulation and its embedders are parts of the norms.
-            excluded = any(part.startswith(("modulation", "norm")) for part in name.split("."))
-            if isinstance(layer, nn.Linear) and not excluded:
-                yield HiddenMatrix(layer.weight, FUSED.get((type(block.get_submodule(owner)), own_name), 1))
 
 
 class Stack:
@@ -165,44 +129,6 @@ def shares_of(network: nn.Module, processes: int) -> list[list[Stack]]:
     return [stacks_of(share) for share in shares]
 
 
-@torch.no_grad()
-def update_matrices(
-    shares: list[list[Stack]],
-    lr: float,
-    weight_decay: float,
-    *,
-    dtype: torch.dtype,
-    found_inf: Tensor | None = None,
-    rank: int = 0,
-    send: Callable[[Tensor, int], dist.Work | None] | None = None,
-) -> None:
-    """Update all matrices, unless `found_inf` is 1.
-
-    `send` starts to copy a tensor from one process to all. The processes take turns, one stack of each, and two turns
-    may be under way: results of one are sent while the next is computed.
-    """
-    ahead = 2 * (len(shares) - 1)  # none with a single process, which has nothing to wait for
-    begun: deque[tuple[Stack, Tensor, dist.Work | None]] = deque()
-
-    def begin(stack: Stack, owner: int) -> tuple[Stack, Tensor, dist.Work | None]:
-        orthogonal = stack.begin(dtype, found_inf, own=owner == rank)
-        return stack, orthogonal, None if send is None else send(orthogonal, owner)
-
-    def finish(stack: Stack, orthogonal: Tensor, sent: dist.Work | None) -> None:
-        if sent is not None:
-            sent.wait()  # on a GPU, its stream waits and not the host
-        stack.finish(orthogonal, lr, weight_decay, found_inf=found_inf)
-
-    for turn in zip_longest(*shares):
-        for owner, stack in enumerate(turn):
-            if stack is not None:
-                begun.append(begin(stack, owner))
-            if len(begun) > ahead:
-                finish(*begun.popleft())
-    while begun:
-        finish(*begun.popleft())
-
-
 def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Return nearly orthogonal matrices (n, rows, columns) with the singular vectors of the given ones.
 
@@ -216,19 +142,11 @@ def newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     del matrices
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT  # X X^T has the smaller side
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         factor = x @ x.mT
         factor = torch.baddbmm(factor, factor, factor, beta=b, alpha=c)
         x = torch.baddbmm(x, factor, x, beta=a)
     return x if wide else x.mT
-
-
-def muon_dtype(device: torch.device, precision: str) -> torch.dtype:
-    """Return the precision of Newton-Schulz: that of training on accelerators, float32 on a CPU.
-
-    Without bfloat16 instructions, its products in bfloat16 take about 20 times as long as in float32.
-    """
-    return torch.float32 if device.type == "cpu" else compute_dtype(device, precision)
 
 
 class Muon(torch.optim.Optimizer):
@@ -237,9 +155,12 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """1 on the device if the next step must be skipped, else 0."""
 
-    def __init__(self, network: nn.Module, context: DistContext, *, dtype: torch.dtype, **options: Any) -> None:
-        """Take the precision of Newton-Schulz, and the options of AdamW; learning rate and decay are those of both."""
-        self._shares, self._context, self._dtype = shares_of(network, context.size), context, dtype
+    def __init__(self, network: nn.Module, processes: DistContext, precision: str, **options: Any) -> None:
+        """Take the precision of training, and the options of AdamW; both share learning rate and weight decay."""
+        self._shares, self._processes = shares_of(network, processes.size), processes
+        # Without bfloat16 instructions, Newton-Schulz takes about 20 times as long in bfloat16 as in float32.
+        cpu = processes.device.type == "cpu"
+        self._dtype = torch.float32 if cpu else compute_dtype(processes.device, precision)
         momenta = {weight: view for share in self._shares for stack in share for weight, view in stack.views()}
         super().__init__(list(momenta), {key: options[key] for key in ("lr", "weight_decay")})
         # One optimizer for the loop: AdamW keeps its moments in the common state, from which checkpoints are written,
@@ -251,13 +172,32 @@ class Muon(torch.optim.Optimizer):
         for weight, view in momenta.items():
             self.state[weight][MOMENTUM_BUFFER] = view
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all weights, unless `found_inf` is 1."""
+        """Update all weights, unless `found_inf` is 1.
+
+        For the matrices, processes take turns, one stack of each. Two turns may be under way: the results of one are
+        sent while the next is computed.
+        """
         assert closure is None
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
-        group = self.param_groups[0]
-        update_matrices(
-            self._shares, group["lr"], group["weight_decay"], dtype=self._dtype, found_inf=self.found_inf,
-            rank=self._context.rank, send=self._context.broadcast,
-        )  # fmt: skip
+        lr, weight_decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        ahead = 2 * (len(self._shares) - 1)  # none with a single process, which has nothing to wait for
+        begun: deque[tuple[Stack, Tensor, dist.Work | None]] = deque()
+
+        def finish_oldest() -> None:
+            stack, orthogonal, sent = begun.popleft()
+            if sent is not None:
+                sent.wait()  # on a GPU, its stream waits and not the host
+            stack.finish(orthogonal, lr, weight_decay, found_inf=self.found_inf)
+
+        for turn in zip_longest(*self._shares):
+            for owner, stack in enumerate(turn):
+                if stack is not None:
+                    orthogonal = stack.begin(self._dtype, self.found_inf, own=owner == self._processes.rank)
+                    begun.append((stack, orthogonal, self._processes.broadcast(orthogonal, owner)))
+                if len(begun) > ahead:
+                    finish_oldest()
+        while begun:
+            finish_oldest()

@@ -16,29 +16,31 @@ from typing import Literal
 import torch
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Inputs
+from atoll.core.artifacts import Artifact, Inputs, differences
 from atoll.core.config import Config
-from atoll.core.config_sections import NetworkChoice, Train
+from atoll.core.config_sections import NetworkChoice, TrainSection
 from atoll.core.device import compute_dtype, device, dtype_name
-from atoll.core.differences import differences
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ObjectiveSpec, StartSpec, training_costs
 from atoll.core.networks import (
     CLASS_NAME,
     DEFAULT_NAME,
     NAMES,
+    BaseConfig,
     DiffusersConfig,
+    DiTConfig,
     NetworkConfig,
-    RouterConfig,
     check_fits_data,
+    lora_of,
     read_network,
 )
+from atoll.data.shapes import DataShapes, PreparedData
 from atoll.encoders.autoencoder import Statistics
+from atoll.encoders.base_pipeline import register_base
+from atoll.experts.cost import image_cost
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.train.align import AlignmentSpec
-from atoll.train.cost import image_cost
-from atoll.train.data_shapes import DataShapes, PreparedData
 
 _NO_EFFECT = {
     *("total_images", "save_every", "keep_last", "log_every", "validate_every", "sample_every", "sample_count"),
@@ -72,7 +74,7 @@ class TrainSpec:
     """Whether the initial weights are those of the shared start."""
     objective: ObjectiveSpec | None
     """None for a router and a student."""
-    settings: Train
+    settings: TrainSection
     """The `train` section, overridden by the job's section: total_images rounded up to full steps, a precision."""
     align: AlignmentSpec | None
     """The alignment with patch features; None without, and for a router and a student."""
@@ -84,6 +86,11 @@ class TrainSpec:
         """The artifact of the result."""
         return Artifact(self.run, layout.final(self.job))
 
+    @property
+    def result_ema(self) -> str:
+        """Name of the EMA that becomes the result, and that training validates and previews."""
+        return self.settings.result_ema or next(iter(self.settings.ema))
+
 
 def resolve_job(
     run: Path,
@@ -94,46 +101,51 @@ def resolve_job(
     match_flops: Path | None = None,
 ) -> TrainSpec:
     """Resolve one job of a run. `match_flops` sets its total images to match the FLOPs of all experts of that run."""
+    # What the kind of job chooses
     job, clusters = kind if expert is None else layout.expert_job(expert), tuple(range(config.clusters.count))
-    choice, key = config.networks["default"], "networks.default"
+    choice, origin = config.networks["default"], "networks.default"
+    objective_choice = None  # routers and students have none
     if kind == "expert":
         assert expert is not None
         objective_choice, clusters = config.objective(expert), (expert,)  # raises an error for a missing expert
-        choice, key = config.network(expert), f"networks.{expert}" if expert in config.networks else key
+        choice, origin = config.network(expert), f"networks.{expert}" if expert in config.networks else origin
     elif kind == "student" and config.student.network:
-        choice, key = config.student.network, "student.network"
+        choice, origin = config.student.network, "student.network"
     elif kind == "router":
-        choice, key = config.router.network, "router.network"
+        choice, origin = config.router.network, "router.network"
     if kind in ("start", "monolith", "merged"):
         objective_choice = config.experts["default"]
     if kind == "start" and not config.shared_start.flops_share:
         raise AtollError("this run has no shared start; set shared_start.flops_share, such as 0.25")
     init_from = None if kind == "router" else config.init_from(expert)
+    origin = init_from or origin
 
+    # Data and network
     data = PreparedData.read(run, clusters)
     shapes = DataShapes.expected(config) if data is None else DataShapes.of(data.content, data.by_size)
-    conditioning = _conditioning(config, kind, shapes, takes_pooled=_takes_pooled(choice))
-    needed = _needed_fields(config, kind, shapes, conditioning=conditioning)
-    if kind == "router":
-        network = _fitted_network("Router", choice, needed, key=key)
-    elif init_from is not None:
-        network, key = _initial_network(init_from, needed), init_from
-    else:
-        network = _fitted_network("DiT", choice, needed, key=key)
-    _check_network(network, config, data, classes=needed.get("num_classes", 0), key=key)
-
+    conditioning = _conditioning(config, kind, shapes, choice)
+    network = _network(
+        config, kind, choice, origin=origin, init_from=init_from, shapes=shapes, data=data, use=conditioning
+    )
     from_start = kind == "expert" and config.shared_start.flops_share > 0
-    if from_start:
-        _check_start(run, network, job)
+    start = Artifact(run, layout.final(layout.START))
+    if from_start and start.manifest() is not None and (found := start.read(EXPERT).network) != network:
+        changes = "; ".join(differences(found.to_dict(), network.to_dict()))
+        raise AtollError(f"{job} has another network than the shared start it begins with: {changes}")
+
+    own = objective_choice and (objective_choice.schedule, objective_choice.prediction)
+    if isinstance(network, BaseConfig) and own not in (None, ("linear", "velocity")):
+        raise AtollError(f"{job}: a base network predicts velocities; its objective must be flow-matching")
+
+    # Settings
     settings = job_settings(config, kind)
     if settings.optimizer == "muon" and not image_cost(network, shapes).muon_flops:
         raise AtollError(
-            f"{key}: muon trains the matrices of transformer blocks, and a {network.class_name} has none; set "
+            f"{origin}: muon trains the matrices of transformer blocks, and a {network.class_name} has none; set "
             "train.optimizer: adamw"
         )
-    # The burn-in of experts with a shared start is in the start.
     until, align = 0.0, None
-    if settings.align is not None and not from_start:
+    if settings.align is not None and not from_start:  # experts with a shared start had their burn-in there
         until = settings.align.until
         align = AlignmentSpec.of(
             settings.align,
@@ -159,8 +171,8 @@ def resolve_job(
         network=network,
         init_from=None if from_start else init_from,
         from_start=from_start,
-        objective=None if kind in ("router", "student") else objective(**objective_choice.model_dump()).spec,
-        settings=Train.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
+        objective=None if objective_choice is None else objective(**objective_choice.model_dump()).spec,
+        settings=TrainSection.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         align=align and replace(align, images=math.ceil(steps * until) * settings.batch_size),
         teacher_block=config.student.block,
     )
@@ -174,7 +186,7 @@ def made_from(spec: TrainSpec) -> Inputs:
         settings.pop("lr_schedule")
     else:
         settings["cosine_images"] = settings["total_images"]
-    settings["result_ema"] = spec.settings.result_ema or next(iter(spec.settings.ema))
+    settings["result_ema"] = spec.result_ema
     # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
     settings.pop("align")
     if spec.align is not None:
@@ -215,11 +227,12 @@ def expert_flops(run: Path) -> int:
     return sum(one.flops for one in spent)
 
 
-def job_settings(config: Config, kind: layout.JobKind) -> Train:
+def job_settings(config: Config, kind: layout.JobKind) -> TrainSection:
     """Return the `train` section, overridden by the section of the job, with the precision of this machine for auto."""
     sections = {"router": config.router, "monolith": config.monolith, "student": config.student}
     own = {**sections, "start": config.shared_start}.get(kind)
-    changes = own.model_dump(include=set(Train.model_fields) - {"conditioning"}, exclude_none=True) if own else {}
+    shared = set(TrainSection.model_fields) - {"conditioning"}
+    changes = own.model_dump(include=shared, exclude_none=True) if own else {}
     changes["total_images"] = config.total_images(kind)
     if kind == "router":
         changes["activation_checkpointing"] = False  # the router is small
@@ -229,7 +242,7 @@ def job_settings(config: Config, kind: layout.JobKind) -> Train:
     return config.train.model_copy(update=changes)
 
 
-def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, takes_pooled: bool) -> frozenset[str]:
+def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, network: NetworkChoice) -> frozenset[str]:
     """Return what a network is conditioned on: any of text, pooled and label."""
     router = kind == "router"
     choice: str = config.router.conditioning if router else config.train.conditioning
@@ -242,42 +255,98 @@ def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, *, t
         raise AtollError(f"the {kind} is conditioned on text, but the data has none; set text.encoder")
     if "label" in parts and not shapes.labels:
         raise AtollError(f"the {kind} is conditioned on labels, but the data has none")
+    if isinstance(network, dict) and "base" in network and not router:
+        return frozenset({"arguments"})
+    # The MMDiT of SD3 takes the pooled caption besides the tokens.
+    fields = network if isinstance(network, dict) else {}
+    takes_pooled = fields.get("pooled_width") or fields.get("pooled_projection_dim")
     return frozenset({*parts, "pooled"} if takes_pooled and not router and "text" in parts else parts)
 
 
-def _takes_pooled(choice: NetworkChoice) -> bool:
-    """Return whether a network takes the pooled caption besides the tokens, as the MMDiT of SD3 does."""
-    return isinstance(choice, dict) and bool(choice.get("pooled_width") or choice.get("pooled_projection_dim"))
+def _network(
+    config: Config,
+    kind: layout.JobKind,
+    choice: NetworkChoice,
+    *,
+    origin: str,
+    init_from: str | None,
+    shapes: DataShapes,
+    data: PreparedData | None,
+    use: frozenset[str],
+) -> NetworkConfig:
+    """Return the network of `init_from`, or else of a named size or fields, checked against the data.
 
-
-# The network
-
-
-NeededFields = dict[str, int]
-"""The fields of a network that the data determines, by name."""
-
-
-def _needed_fields(
-    config: Config, kind: layout.JobKind, shapes: DataShapes, *, conditioning: frozenset[str]
-) -> NeededFields:
-    needed: NeededFields = {"channels": shapes.latents[0], "size": shapes.side}
-    if "label" in conditioning:
+    `use` is the conditioning. `origin` is the setting or folder of the network, for errors.
+    """
+    # The fields that the data determines
+    needed = {"channels": shapes.latents[0], "size": shapes.side}
+    if "label" in use:
         needed["num_classes"] = len(shapes.labels)
     if kind == "router":
         needed["experts"] = config.clusters.count
-        if "pooled" in conditioning and shapes.text:
+        if "pooled" in use and shapes.text:
             needed["pooled_width"] = shapes.text.pooled
-        return needed
-    needed["out_channels"] = shapes.latents[0]
-    if "text" in conditioning and shapes.text:
-        needed["text_width"] = shapes.text.dimensions
-    return needed
+    else:
+        needed["out_channels"] = shapes.latents[0]
+        if "text" in use and shapes.text:
+            needed["text_width"] = shapes.text.dimensions
+    if kind != "router" and isinstance(choice, dict) and "base" in choice:
+        base = data.content.text.base if data is not None and data.content.text else None
+        if not isinstance(base, BaseConfig):
+            raise AtollError(f"{origin}: the data is not prepared for a base network; run atoll prepare first")
+        if register_base(config.text.encoder) != base.weights:
+            raise AtollError(f"{origin}: {choice['base']} is not the base that the data was prepared for")
+        return replace(base, lora=lora_of(choice))
+    if init_from is None:
+        network = _fitted_network("Router" if kind == "router" else "DiT", choice, needed, origin=origin)
+    else:
+        # Its resolution may differ: a DiT resizes its position embedding.
+        file = Path(init_from) / "config.json"
+        if not file.is_file():
+            raise AtollError(
+                f"{init_from} has no config.json; expected a network folder of atoll convert or atoll train"
+            )
+        network = read_network(json.loads(file.read_text(encoding="utf-8")))
+        given = network.to_dict()
+        for name in ("channels", "text_width", "num_classes"):
+            if name in given and given[name] != needed.get(name, 0):
+                raise AtollError(
+                    f"{file}: {name} is {given[name]}, but the data of this run needs {needed.get(name, 0)}"
+                )
+
+    # Classes: the table of a diffusers network needs a row for the null class, which else the last class would be taken
+    # for. DiT adds it itself.
+    if isinstance(network, DiffusersConfig):
+        classes = needed.get("num_classes", 0)
+        rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
+        field, count = rows.get(network.class_name, ("", 0))
+        embedded = network.fields.get(field)
+        if classes and isinstance(embedded, int) and embedded < count:
+            raise AtollError(
+                f"{network.class_name}: {field} is {embedded}, but {classes} classes and the null class need {count}"
+            )
+        return network
+
+    # Normalization
+    scale = network.normalization if isinstance(network, DiTConfig) else None
+    if scale is not None:
+        same = config.latents.normalization == "scale"
+        if data is not None:  # before the data is prepared, only the setting is known
+            normalized = Statistics.of_scale(scale, data.content.latents.shape[0])
+            same = Statistics.of(data.content.statistics) == normalized
+        if not same:
+            raise AtollError(
+                f"{origin}: this network was trained on latents normalized as {scale}, and this run normalizes them "
+                "differently; set latents.normalization: scale, with the autoencoder that the network was trained "
+                "with, and prepare the shards again. To use it nevertheless, remove normalization from its config.json"
+            )
+    return network
 
 
 def _fitted_network(
-    kind: Literal["DiT", "Router"], choice: NetworkChoice, needed: NeededFields, *, key: str
+    kind: Literal["DiT", "Router"], choice: NetworkChoice, needed: dict[str, int], *, origin: str
 ) -> NetworkConfig:
-    """Return a network by named size or fields, fitted to the data; `key` is its configuration key, for errors."""
+    """Return a network by named size or fields, with the fields that the data needs; errors name its `origin`."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     try:
         if parts.get(CLASS_NAME, kind) != kind:
@@ -291,59 +360,4 @@ def _fitted_network(
         given = {name: value for name, value in parts.items() if name != "name"}
         return read_network({CLASS_NAME: kind, **NAMES[parts.get("name", DEFAULT_NAME)], **needed, **given})
     except AtollError as error:
-        raise AtollError(f"{key}: {error}") from error
-
-
-def _initial_network(folder: str, needed: NeededFields) -> NetworkConfig:
-    """Read the network with the initial weights. Its resolution may differ: a DiT resizes its position embedding."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise AtollError(f"{folder} has no config.json; expected a network folder of atoll convert or atoll train")
-    network = read_network(json.loads(file.read_text(encoding="utf-8")))
-    given = network.to_dict()
-    for key in ("channels", "text_width", "num_classes"):
-        if key in given and given[key] != needed.get(key, 0):
-            raise AtollError(f"{file}: {key} is {given[key]}, but the data of this run needs {needed.get(key, 0)}")
-    return network
-
-
-def _check_start(run: Path, network: NetworkConfig, job: str) -> None:
-    """Raise an error if the shared start is trained and has another network than an expert."""
-    artifact = Artifact(run, layout.final(layout.START))
-    if artifact.manifest() is not None and (found := artifact.read(EXPERT).network) != network:
-        changes = "; ".join(differences(found.to_dict(), network.to_dict()))
-        raise AtollError(f"{job} has another network than the shared start it begins with: {changes}")
-
-
-def _check_network(
-    network: NetworkConfig, config: Config, data: PreparedData | None, *, classes: int, key: str
-) -> None:
-    """Raise an error for a network with too few classes, or for latents with another normalization than the run's."""
-    if isinstance(network, DiffusersConfig):
-        _check_classes(network, classes)
-        return
-    scale = network.normalization
-    if scale is None or isinstance(network, RouterConfig):
-        return
-    same = config.latents.normalization == "scale"
-    if data is not None:  # before the data is prepared, only the setting is known
-        content = data.content
-        same = Statistics.of(content.statistics) == Statistics.of_scale(scale, content.latents.shape[0])
-    if not same:
-        raise AtollError(
-            f"{key}: this network was trained on latents normalized as {scale}, and this run normalizes them "
-            "differently; set latents.normalization: scale, with the autoencoder that the network was trained with, "
-            "and prepare the shards again. To use it nevertheless, remove normalization from its config.json"
-        )
-
-
-def _check_classes(network: DiffusersConfig, classes: int) -> None:
-    """Raise an error if the class table of a diffusers network has no row for the null class."""
-    # The last class of the data would be taken for the null class. DiT adds its null class to the given number itself.
-    rows = {"UNetExpert": ("num_class_embeds", classes + 1), "DiTExpert": ("num_embeds_ada_norm", classes)}
-    field, needed = rows.get(network.class_name, ("", 0))
-    given = network.fields.get(field)
-    if classes and isinstance(given, int) and given < needed:
-        raise AtollError(
-            f"{network.class_name}: {field} is {given}, but {classes} classes and the null class need {needed}"
-        )
+        raise AtollError(f"{origin}: {error}") from error

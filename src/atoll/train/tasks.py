@@ -1,14 +1,15 @@
 """Training tasks: the data, network and loss of an expert, the router or the dense monolith.
 
 The monolith is an expert of all clusters (K = 1). The student's task is in `distill`. After training, `finish` measures
-the network on held-out images and calibrates the one number that the training loss does not determine: the prediction
-error of an expert's bridge (`calibrate`), or the temperature of a router (`best_temperature`).
+the network on validation images and calibrates the one number that the training loss does not determine: the prediction
+error of an expert's bridge (`calibrated`), or the temperature of a router (`best_temperature`).
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,36 +18,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atoll import flow
-from atoll.core.device import full_float32
-from atoll.core.manifests import BridgeSpec, ExpertContent, NetworkContent, RouterContent
+from atoll.core.device import ASYNCHRONOUS, full_float32
+from atoll.core.distributed import ALONE, DistContext
+from atoll.core.manifests import BridgeSpec, ComputeSpec, DataSpec, ExpertContent, NetworkContent, RouterContent
 from atoll.data.chunks import prefetch
 from atoll.data.dataset import Batch, Shards
-from atoll.experts.expert import Declaration, OpenExpert
-from atoll.experts.validation import (
-    ALONE,
-    IMAGES,
-    Processes,
-    Summary,
-    ValidationSet,
-    condition_of,
-    validate,
-    velocity_errors,
-)
+from atoll.experts.expert import Declaration, OpenExpert, condition_of
+from atoll.experts.validation import IMAGES, Summary, ValidationSet, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition, Router
 from atoll.train.align import Projector
-from atoll.train.inputs import TrainingInputs
+from atoll.train.spec import TrainSpec, shared_start
 
 DROP_STREAM = 12
 """Random stream of condition dropout. Stream numbers are arbitrary; changing one changes every trained weight."""
 CALIBRATION_IMAGES = IMAGES
-"""Held-out images of all clusters together for calibrating a bridge: one number is fitted, and the outputs for all
+"""Validation images of all clusters together for calibrating a bridge: one number is fitted, and the outputs for all
 images are in memory at once, so more images would cost memory and gain little."""
 PREVIEW_CALIBRATION_IMAGES = 64
 """Images for calibrating the bridge of a preview, which is only looked at: cheap, and accurate enough."""
+GOLDEN = 0.6180339887498949
+"""Fractional part of the golden ratio, for golden-section search."""
 CHANCE_MARGIN = 0.05
-"""A router whose accuracy on nearly clean images exceeds that of the largest cluster by less than this is reported as
-at chance. An order of magnitude: above the sampling error of some hundred images, far below a useful accuracy."""
+"""A router whose accuracy on nearly clean images exceeds the share of the largest cluster by less than this is reported
+as at chance. Rough choice: above the sampling error of some hundred images, far below a useful accuracy."""
 
 
 class Losses(NamedTuple):
@@ -56,12 +51,35 @@ class Losses(NamedTuple):
     t: Tensor
     extra: dict[str, Tensor]
     regularization: Tensor | None = None
-    """What is added to the loss in training (batch,); None for nothing."""
+    """Added to the loss in training (batch,); None for nothing."""
 
     @property
     def minimized(self) -> Tensor:
         """What training minimizes, for each image (batch,)."""
         return self.loss if self.regularization is None else self.loss + self.regularization
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """One micro-batch, ready for the network."""
+
+    index: Tensor
+    """Numbers of the images (B,), for error messages. They stay on the CPU."""
+    position: int
+    """Position of the first image in the training stream."""
+    noised: flow.Noised
+    condition: Condition
+    cluster: Tensor
+    """Cluster of each image (B,), the target of a router."""
+    patches: Tensor | None = None
+    """Patch features (B, grid, grid, D) to align with; None without alignment."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingInputs":
+        """Apply a function to all tensors that the device needs."""
+        noised = flow.Noised(*(function(part) for part in self.noised))
+        patches = None if self.patches is None else function(self.patches)
+        condition, cluster = self.condition.map(function), function(self.cluster)
+        return TrainingInputs(self.index, self.position, noised, condition, cluster, patches)
 
 
 Forward = Callable[..., Tensor]
@@ -72,169 +90,199 @@ Forward = Callable[..., Tensor]
 class Task(ABC):
     """The data, network and loss of one job."""
 
-    name: str
+    spec: TrainSpec
     network: nn.Module
     shards: Shards
-    held_out: Shards
-    seed: int
-    objective: flow.Objective
-    """How inputs are noised. Routers and students are trained on the linear path, whatever the experts' objectives."""
-    conditioning: frozenset[str]
-    dropout: float
+    validation: Shards
+    projector: Projector | None = None
+    """With alignment: trained besides the network, without EMA, and not part of the result."""
+
+    @property
+    def seed(self) -> int:
+        return self.spec.settings.seed
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    @cached_property
+    def objective(self) -> flow.Objective:
+        """How inputs are noised. Routers and students are trained on the linear path, whatever the experts do."""
+        return flow.Objective() if self.spec.objective is None else flow.Objective.of(self.spec.objective)
 
     @abstractmethod
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the losses of a batch. Nothing in it may wait for the device."""
 
     def inputs(self, batch: Batch, position: int) -> TrainingInputs:
-        """Draw latents, noise, times and dropout of a batch on the CPU; `position` is that of its first image."""
+        """Draw latents, noise, times and dropout of a batch on the CPU; its first image is at `position`."""
         x0 = self.shards.latents(batch, seed=self.seed, position=position)
         noised = self.objective.corrupt(x0, seed=self.seed, position=position)
-        condition = condition_of(batch, self.conditioning)
-        condition = drop_condition(condition, self.dropout, len(x0), seed=self.seed, position=position)
-        # The loss needs no eps, so it is not copied to the device.
-        noised = noised._replace(eps=noised.eps[:0])
+        # A random share of the images gets the null condition, for classifier-free guidance.
+        condition, dropout = condition_of(batch, self.spec.conditioning), self.spec.settings.cfg_dropout
+        if dropout and self.spec.conditioning:
+            u = rng.uniform(len(x0), seed=self.seed, stream=DROP_STREAM, first=position)
+            condition = condition.drop(u < dropout)
         return TrainingInputs(batch.index, position, noised, condition, batch.cluster, batch.patches)
 
-    def stream(
-        self, batch_size: int, start: int, *, parts: int = 1, rank: int, world_size: int, workers: int, pin: bool
-    ) -> Iterator[TrainingInputs]:
-        """Yield the inputs of this rank from position `start` on, made by `workers` threads ahead of the consumer.
+    def stream(self, start: int, processes: DistContext) -> Iterator[TrainingInputs]:
+        """Yield the micro-batches of this process from position `start` on, on its device.
 
-        A batch of `batch_size` images is divided into `parts` micro-batches.
+        Latents, times, noise and dropout of an image are functions of (seed, position), so any thread can draw them.
+        Drawn on the CPU in the reading threads, they do not depend on the accelerator and cost the training thread no
+        time. While a step runs, the inputs of the next one are copied to an accelerator on a side stream.
         """
+        settings, device = self.spec.settings, processes.device
+        aligned = 0 if self.spec.align is None else self.spec.align.images
 
         def make(positions: "np.ndarray[Any, Any]") -> TrainingInputs:
             first = int(positions[0])
-            batch = self.shards.draw(positions, self.seed, batch_size=batch_size, patches=first < self.burn_in)
+            batch = self.shards.draw(positions, self.seed, batch_size=settings.batch_size, patches=first < aligned)
             inputs = self.inputs(batch, first)
-            return inputs.pin() if pin else inputs
+            return inputs.map(Tensor.pin_memory) if device.type in ASYNCHRONOUS else inputs
 
-        positions = self.shards.positions(batch_size // parts, start, rank=rank, world_size=world_size)
-        return prefetch(positions, make, workers)
+        micro_batch = settings.batch_size // settings.grad_accum_steps
+        positions = self.shards.positions(micro_batch, start, rank=processes.rank, world_size=processes.size)
+        drawn = prefetch(positions, make, settings.workers)
+        copied = (inputs.map(lambda part: part.to(device, non_blocking=True)) for inputs in drawn)
+        if device.type not in ASYNCHRONOUS:
+            yield from copied
+            return
+        side, main = torch.Stream(device=device), torch.accelerator.current_stream(device)
+        with side:
+            ahead = next(copied)
+        while True:
+            ready = ahead
+            main.wait_stream(side)  # on the device: the host does not wait
+            ready.map(lambda part: part.record_stream(main) or part)  # type: ignore[func-returns-value]
+            with side:
+                ahead = next(copied)
+            yield ready
 
     def expert(self) -> OpenExpert | None:
         """Return the network as an expert, for previews; None for a router."""
         return None
 
-    @property
-    def auxiliary(self) -> nn.Module | None:
-        """A network that is trained with this one, without EMA, and is not part of the result; None for none."""
-        return None
-
-    @property
-    def burn_in(self) -> int:
-        """Images at the start of training that have further losses: those of the auxiliary network."""
-        return 0
-
     @abstractmethod
-    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> NetworkContent:
-        """Calibrate the network, which has the EMA weights, and add its held-out metrics to `content`.
+    def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> NetworkContent:
+        """Calibrate and validate the network, which has the EMA weights; return the content of its manifest.
 
         All processes call it with equal networks. Each validates its share, and all get the same metrics.
         """
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return next(self.network.parameters()).device
-
-
-def as_expert(task: Task, conditioning: frozenset[str], bridge: flow.Bridge) -> OpenExpert:
-    """Return a task's network as an expert, in the normalization of its data."""
-    network: Any = task.network
-    content = task.shards.content
-    declaration = Declaration(
-        name=task.name,
-        clusters=(content.cluster,),
-        network=network.config,
-        conditioning=conditioning,
-        statistics=task.shards.statistics,
-        latents=content.latents,
-        text=content.text,
-        labels=content.labels,
-        bridge=bridge,
-    )
-    return OpenExpert(declaration, network)
-
-
-def drop_condition(condition: Condition, probability: float, count: int, *, seed: int, position: int) -> Condition:
-    """Replace the condition of a random share of the images by the null condition, for classifier-free guidance."""
-    given = next((part for part in (condition.text, condition.pooled, condition.label) if part is not None), None)
-    if not probability or given is None:
-        return condition
-    u = rng.uniform(count, seed=seed, stream=DROP_STREAM, first=position)
-    return condition.drop((u < probability).to(given.device))
+    def declared(self, compute: ComputeSpec, error: Summary) -> dict[str, Any]:
+        """Return the fields that the manifests of all networks have."""
+        return {
+            **{name: getattr(self.shards.content, name) for name in DataSpec.model_fields},
+            "job": self.spec.job,
+            "clusters": self.spec.clusters,
+            "network": self.spec.network,
+            "conditioning": tuple(sorted(self.spec.conditioning)),
+            "compute": compute,
+            "validation_loss": error.mean,
+            "loss_by_time": error.by_time,
+        }
 
 
 @dataclass(frozen=True)
 class ExpertTask(Task):
     """Diffusion training on one cluster, or on all clusters for the monolith."""
 
-    alignment: Projector | None = None
-
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the loss of the objective for each image, and its alignment."""
-        noised = inputs.noised
-        if self.alignment is None or inputs.patches is None:
-            output = forward(noised.input, noised.timestep, inputs.condition)
-            return Losses(self._loss(output, noised), noised.t, {})
-        spec = self.alignment.spec
-        output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=spec.block)
-        alignment = self.alignment(tokens, inputs.patches, spec.token_grid(*noised.input.shape[2:]))
-        return Losses(self._loss(output, noised), noised.t, {"alignment": alignment}, spec.weight * alignment)
-
-    def _loss(self, output: Tensor, noised: flow.Noised) -> Tensor:
-        # Channels beyond those of x0 would be a learned variance, which is not trained.
-        return self.objective.loss(output[:, : noised.target.shape[1]], noised)
-
-    @property
-    def auxiliary(self) -> nn.Module | None:
-        """The projector of the alignment."""
-        return self.alignment
-
-    @property
-    def burn_in(self) -> int:
-        """Images with alignment."""
-        return 0 if self.alignment is None else self.alignment.spec.images
+        noised, align, extra = inputs.noised, self.spec.align, dict[str, Tensor]()
+        if self.projector is None or align is None or inputs.patches is None:
+            output, regularization = forward(noised.input, noised.timestep, inputs.condition), None
+        else:
+            output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=align.block)
+            extra["alignment"] = self.projector(tokens, inputs.patches, align.token_grid(*noised.input.shape[2:]))
+            regularization = align.weight * extra["alignment"]
+        # Further channels of the output would be a learned variance, which is not trained.
+        loss = self.objective.loss(output[:, : noised.target.shape[1]], noised)
+        return Losses(loss, noised.t, extra, regularization)
 
     def expert(self) -> OpenExpert:
-        """Return the network with its bridge, calibrated on a few held-out images."""
+        """Return the network with its bridge, calibrated on a few validation images."""
         # Every process calibrates on all images: a network sharded by FSDP2 must run on all processes together.
-        return as_expert(self, self.conditioning, self.calibrated(PREVIEW_CALIBRATION_IMAGES))
+        return self.as_expert(self.calibrated(PREVIEW_CALIBRATION_IMAGES))
+
+    def as_expert(self, bridge: flow.Bridge) -> OpenExpert:
+        """Return the network as an expert with this bridge, in the normalization of its data."""
+        network: Any = self.network
+        content = self.shards.content
+        declaration = Declaration(
+            name=self.spec.job,
+            clusters=(content.cluster,),
+            network=network.config,
+            conditioning=self.spec.conditioning,
+            statistics=self.shards.statistics,
+            latents=content.latents,
+            text=content.text,
+            labels=content.labels,
+            bridge=bridge,
+        )
+        return OpenExpert(declaration, network)
 
     def predict(self, x: Tensor, time: Tensor, condition: Condition | None = None) -> Tensor:
         """Return the network's prediction (batch, C, H, W), without the channels of a learned variance."""
         output: Tensor = self.network(x, time, condition)
         return output[:, : x.shape[1]]
 
-    def calibrated(self, images: int, processes: Processes = ALONE) -> flow.Bridge:
-        """Return the bridge, calibrated on about this number of held-out images."""
-        clusters = max(1, len(self.held_out.cluster_ranges()))
-        chosen = ValidationSet(self.held_out, self.seed, max(1, images // clusters))
+    @torch.no_grad()
+    def calibrated(self, images: int, processes: DistContext = ALONE) -> flow.Bridge:
+        """Return the bridge with the `prediction_error` of the smallest velocity error on about `images` images.
+
+        The bridge converts outputs to velocities exactly, except for one number. An epsilon network estimates
+        x0 = (z - sigma eps) / alpha, so an error e of its output becomes an error e sigma/alpha of x0, which grows
+        without bound near t = 1. The bridge shrinks such an x0 towards the mean of the data by the Wiener factor
+        1 / (1 + (e sigma/alpha / data_std)²). The right e is the RMS error of the network, which only data can show.
+        The error of x0 is bounded for every other prediction, so their bridges are exact and need no such number.
+
+        The outputs (rows, C, H, W) do not depend on e, so they are computed once and kept, and a search over log e
+        needs no further forward passes. Each process keeps the outputs of its share. The errors (rows,) are gathered in
+        every step of the search, so all processes take the same steps and find the same number.
+        """
         bridge = self.objective.bridge(**self.shards.statistics.bridge_options)
-        return calibrate(
-            bridge, self.predict, chosen, conditioning=self.conditioning, device=self.device, processes=processes
-        )
+        clusters = max(1, len(self.validation.cluster_ranges()))
+        validation = ValidationSet(self.validation, self.seed, max(1, images // clusters))
+        if bridge.prediction not in ("epsilon", "score") or not len(validation):
+            return bridge
+        outputs = []
+        for part in validation.batches(self.device, processes):
+            query = bridge.query(part.noised.input, part.noised.t)
+            condition = condition_of(part.batch, self.spec.conditioning)
+            outputs.append((part, self.predict(query.state, query.timestep, condition)))
+
+        def error(prediction_error: float) -> float:
+            candidate = replace(bridge, prediction_error=prediction_error)
+            errors = []
+            for part, output in outputs:
+                velocity = candidate.velocity(output, part.noised.input, part.noised.t)
+                errors.append((part, velocity_errors(velocity, part.noised.target, part.noised.t)))
+            return validation.gather(errors, processes).mean().item()
+
+        # From a negligible error to twice the standard deviation of the noise; 20 steps find it to 0.1 %.
+        best = math.exp(minimize(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
+        return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge
 
     @torch.no_grad()
     @full_float32()
-    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> ExpertContent:
-        """Calibrate the bridge, then measure the held-out error of the velocity."""
+    def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> ExpertContent:
+        """Calibrate the bridge, then measure the validation error of the velocity."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
-        velocity = as_expert(self, self.conditioning, bridge).velocity
         error = validate(
-            velocity,
-            self.held_out,
+            self.as_expert(bridge).velocity,
+            self.validation,
             seed=self.seed,
-            conditioning=self.conditioning,
+            conditioning=self.spec.conditioning,
             device=self.device,
             processes=processes,
         )
         return ExpertContent(
-            **dict(content) | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
+            **self.declared(compute, error),
             objective=self.objective.spec,
             bridge=BridgeSpec(prediction_error=bridge.prediction_error),
+            start=shared_start(self.spec.run) if self.spec.from_start else None,
         )
 
 
@@ -254,26 +302,26 @@ class RouterTask(Task):
 
     @torch.no_grad()
     @full_float32()
-    def finish(self, content: NetworkContent, processes: Processes = ALONE) -> RouterContent:
-        """Calibrate the temperature on held-out images, then measure loss and accuracy.
+    def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> RouterContent:
+        """Calibrate the temperature on validation images, then measure loss and accuracy.
 
         For comparison the manifest also has the entropy of the cluster prior, which is the best possible loss at t = 1,
         and the accuracy of always predicting the largest cluster.
         """
         router, counts = self.network, self.shards.cluster_sizes()
         assert isinstance(router, Router)
-        prior = {"cluster_sizes": tuple(counts), "prior_entropy": entropy(counts)}
-        if not len(self.held_out):
+        shares = [count / sum(counts) for count in counts]
+        prior = {"cluster_sizes": tuple(counts), "prior_entropy": -sum(p * math.log(p) for p in shares if p)}
+        if not len(self.validation):
             router.temperature.fill_(1.0)
-            return RouterContent(**dict(content) | prior, temperature=1.0)
-        logits, clusters, t = self._held_out_logits(router, processes)
+            return RouterContent(**self.declared(compute, Summary(None)), **prior, temperature=1.0)
+        logits, clusters, t = self._validation_logits(router, processes)
         temperature = best_temperature(logits, clusters)
         router.temperature.fill_(temperature)
         loss = functional.cross_entropy(logits / temperature, clusters, reduction="none")
-        correct = (logits.argmax(1) == clusters).float()
+        accuracy = Summary.of((logits.argmax(1) == clusters).float(), t)
         sizes = torch.tensor(counts, dtype=torch.float32)
         chance = (sizes.max() / sizes.sum()).item()
-        error, accuracy = Summary.of(loss, t), Summary.of(correct, t)
         assert accuracy.by_time is not None
         clean = accuracy.by_time[0]  # t < 0.1
         at_chance = clean is not None and clean < chance + CHANCE_MARGIN
@@ -284,32 +332,27 @@ class RouterTask(Task):
                 flush=True,
             )
         return RouterContent(
-            **dict(content) | prior | {"held_out_loss": error.mean, "loss_by_time": error.by_time},
+            **self.declared(compute, Summary.of(loss, t)),
+            **prior,
             temperature=temperature,
-            held_out_accuracy=accuracy.mean,
+            validation_accuracy=accuracy.mean,
             accuracy_by_time=accuracy.by_time,
             chance_accuracy=chance,
             at_chance=at_chance,
         )
 
-    def _held_out_logits(self, router: Router, processes: Processes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (rows, experts), clusters (rows,) and times (rows,) of the held-out images, on the CPU."""
+    def _validation_logits(self, router: Router, processes: DistContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (rows, experts), clusters (rows,) and times (rows,) of the validation images, on the CPU."""
         router.temperature.fill_(1.0)
-        held_out, mine = ValidationSet(self.held_out, self.seed), []
-        for part in held_out.batches(self.device, processes):
-            noised, condition = part.noised, condition_of(part.batch, self.conditioning)
+        validation, mine = ValidationSet(self.validation, self.seed), []
+        for part in validation.batches(self.device, processes):
+            noised, condition = part.noised, condition_of(part.batch, self.spec.conditioning)
             logits = router.logits(noised.input, noised.timestep, condition)
             columns = (logits, part.batch.cluster[:, None], noised.t[:, None])
             mine.append((part, torch.cat([column.cpu().double() for column in columns], 1)))
         # A float64 represents float32 logits and times and cluster numbers exactly, so one sum gathers all three.
-        rows = held_out.gather(mine, processes, shape=(router.config.experts + 2,))
+        rows = validation.gather(mine, processes, shape=(router.config.experts + 2,))
         return rows[:, :-2].float(), rows[:, -2].long(), rows[:, -1].float()
-
-
-def entropy(counts: list[int]) -> float:
-    """Return the entropy of the cluster prior in nats, the best possible cross-entropy at t = 1."""
-    total = sum(counts)
-    return -sum(n / total * math.log(n / total) for n in counts if n)
 
 
 def best_temperature(logits: Tensor, clusters: Tensor) -> float:
@@ -327,57 +370,15 @@ def minimize(function: Callable[[float], float], low: float, high: float, *, ste
 
     Every step shrinks the interval by 0.618 with one evaluation; 40 steps leave 4e-9 of it.
     """
-    left, right = high - rng.GOLDEN * (high - low), low + rng.GOLDEN * (high - low)
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     for _ in range(steps):
         if at_left < at_right:
             high, right, at_right = right, left, at_left
-            left = high - rng.GOLDEN * (high - low)
+            left = high - GOLDEN * (high - low)
             at_left = function(left)
         else:
             low, left, at_left = left, right, at_right
-            right = low + rng.GOLDEN * (high - low)
+            right = low + GOLDEN * (high - low)
             at_right = function(right)
     return (low + high) / 2
-
-
-@torch.no_grad()
-def calibrate(
-    bridge: flow.Bridge,
-    network: Forward,
-    held_out: ValidationSet,
-    *,
-    conditioning: frozenset[str],
-    device: torch.device,
-    processes: Processes = ALONE,
-) -> flow.Bridge:
-    """Return the bridge with the `prediction_error` that has the smallest velocity error on held-out images.
-
-    The bridge converts outputs to velocities exactly, except for one number. An epsilon network estimates
-    x0 = (z - sigma eps) / alpha, so an error e of its output becomes an error e sigma/alpha of x0, which grows without
-    bound near t = 1. The bridge shrinks such an x0 towards the mean of the data by the Wiener factor
-    1 / (1 + (e sigma/alpha / data_std)²). The right e is the RMS error of the network, which only data can show. The
-    error of x0 is bounded for every other prediction, so their bridges are exact and need no such number.
-
-    The networks' outputs (rows, C, H, W) do not depend on e, so they are computed once and kept, and a search over
-    log e needs no further forward passes. Each process keeps the outputs of its share. The errors (rows,) are gathered
-    in every step of the search, so all processes take the same steps and find the same number.
-    """
-    if bridge.prediction not in ("epsilon", "score") or not len(held_out):
-        return bridge
-    outputs = []
-    for part in held_out.batches(device, processes):
-        query = bridge.query(part.noised.input, part.noised.t)
-        outputs.append((part, network(query.state, query.timestep, condition_of(part.batch, conditioning))))
-
-    def error(prediction_error: float) -> float:
-        candidate = replace(bridge, prediction_error=prediction_error)
-        errors = []
-        for part, output in outputs:
-            velocity = candidate.velocity(output, part.noised.input, part.noised.t)
-            errors.append((part, velocity_errors(velocity, part.noised.target, part.noised.t)))
-        return held_out.gather(errors, processes).mean().item()
-
-    # From a negligible error to twice the standard deviation of the noise; 20 steps find it to 0.1 %.
-    best = math.exp(minimize(lambda log_error: error(math.exp(log_error)), math.log(1e-4), math.log(2.0), steps=20))
-    return replace(bridge, prediction_error=best) if error(best) < error(0.0) else bridge

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind, Manifest, to_json
+from atoll.core.artifacts import Artifact, ArtifactKind, Content, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.verify.signing import config_folder
-from atoll.verify.trust import MAX_BYTES, Network, Root, Signed, Snapshot, Trust
+from atoll.verify.trust import MAX_BYTES, Network, Root, RootChain, Signed, Snapshot
 from atoll.verify.verified_files import VerifiedFiles
 
 
@@ -24,7 +24,7 @@ def files_below(run: Path, folder: str) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in files if file.stat().st_size <= MAX_BYTES}
 
 
-def local_trust(run: Path) -> Trust | None:
+def local_trust(run: Path) -> RootChain | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
     files = files_below(run, layout.ROOTS)
     return _verified_chain(tuple(files.items()), str(run)) if files else None
@@ -32,16 +32,18 @@ def local_trust(run: Path) -> Trust | None:
 
 # The result depends on the bytes alone, and a model with many networks asks for it once per network.
 @lru_cache(maxsize=4)
-def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> Trust:
-    return Trust.of(dict(files), None, source)
+def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> RootChain:
+    return RootChain.of(dict(files), None, source)
 
 
-def local_snapshot(run: Path, trust: Trust) -> Signed[Snapshot] | None:
+def local_snapshot(run: Path, trust: RootChain) -> Signed[Snapshot] | None:
     """Return the newest snapshot of a local copy of a shared run."""
     return trust.newest_snapshot(files_below(run, layout.SNAPSHOTS))
 
 
-def open_network(artifact: Artifact, kind: Kind[Any], *, verify: bool = False) -> tuple[Manifest, VerifiedFiles | None]:
+def open_network(
+    artifact: Artifact, kind: ArtifactKind[Any], *, verify: bool = False
+) -> tuple[Manifest, VerifiedFiles | None]:
     """Return the manifest of a finished network, and how to read its files if they must be verified.
 
     In a local copy of a shared run, the network must be the one that the run's newest snapshot lists. One that was
@@ -116,7 +118,7 @@ class Seen(Content):
     snapshot: tuple[int, int] = (0, 0)
 
 
-def check_seen(trust: Trust, snapshot: tuple[int, int] | None = None) -> None:
+def check_seen(trust: RootChain, snapshot: tuple[int, int] | None = None) -> None:
     """Raise `AtollError` if this user has seen a later root or snapshot of the run; else remember these.
 
     `snapshot` is the order of the newest snapshot, (0, 0) if there is none; None if it was not looked for.

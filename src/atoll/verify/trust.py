@@ -45,8 +45,8 @@ class Policy(Content):
     # three times the 606 M of DiT-XL/2 with text; 32 GB hold them four times over in float32.
     max_parameters: int = Field(2_000_000_000, ge=1, description="largest number of parameters of one expert")
     max_bytes: int = Field(32 << 30, ge=1, description="largest size of all files of one expert, in bytes")
-    max_held_out_loss: float | None = Field(
-        None, gt=0, description="largest held-out velocity error on the expert's cluster; null allows any"
+    max_validation_loss: float | None = Field(
+        None, gt=0, description="largest validation velocity error on the expert's cluster; null allows any"
     )
 
     @field_validator("objectives")
@@ -236,12 +236,12 @@ def _may_follow(root: Root, previous: Root | None) -> bool:
     )
 
 
-def _names(chains: Iterable["Trust"]) -> str:
+def _names(chains: Iterable["RootChain"]) -> str:
     return ", ".join(chain.roots[0].digest for chain in list(chains)[:8])
 
 
 @dataclass(frozen=True)
-class Trust:
+class RootChain:
     """All versions of a run's root, verified as a chain."""
 
     roots: tuple[Root, ...]
@@ -249,7 +249,7 @@ class Trust:
     """Whether the owners signed two different next versions. It is an error, but not in the root of a stranger."""
 
     @classmethod
-    def of(cls, files: Mapping[str, bytes], fingerprint: str | None, source: str) -> "Trust":
+    def of(cls, files: Mapping[str, bytes], fingerprint: str | None, source: str) -> "RootChain":
         """Verify the versions of a root, by file name. Objects that are not valid versions are ignored.
 
         With a fingerprint, it must be that of one of the versions. Without one, anybody could have written the run: the
@@ -289,7 +289,7 @@ class Trust:
         return chains[0].roots[0].digest if chains else None
 
     @classmethod
-    def _chains(cls, files: Mapping[str, bytes]) -> tuple[list["Trust"], list[str]]:
+    def _chains(cls, files: Mapping[str, bytes]) -> tuple[list["RootChain"], list[str]]:
         """Return the chain that each valid version 1 begins, and why objects are not versions of a root."""
         found: dict[int, list[Signed[Root]]] = {}
         reasons = []
@@ -304,7 +304,7 @@ class Trust:
         return list(chains.values()), reasons
 
     @classmethod
-    def _follow(cls, last: Signed[Root], found: dict[int, list[Signed[Root]]]) -> "Trust | None":
+    def _follow(cls, last: Signed[Root], found: dict[int, list[Signed[Root]]]) -> "RootChain | None":
         """Return the chain of `last` and all valid versions after it; None if `last` is not valid."""
         if not _may_follow(last.content, None) or missing_signatures(last.content, None, last.signatures):
             return None
@@ -327,7 +327,7 @@ class Trust:
 
     @property
     def run(self) -> str:
-        """The digest of version 1, which identifies the run: its number is free to choose for whoever writes a root."""
+        """The digest of version 1, which identifies the run. `Root.run` cannot: any author may pick it."""
         return self.roots[0].digest
 
     def check_valid(self, source: str) -> None:

@@ -1,5 +1,5 @@
-"""Metrics with their protocol, and diagnostics of an ensemble."""
+"""`atoll evaluate RUN`: metrics of generated images with their protocol, and diagnostics of the ensemble.
 
-from atoll.apps.evaluate.evaluation import Options, evaluate
-
-__all__ = ["Options", "evaluate"]
+Read `evaluation` first. In: the networks and the prepared data of a run. Out: `RUN/evaluation/latest.json`, whose
+values `results` describes and `table` shows.
+"""

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.apps.evaluate.results import plain
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Content, Kind, to_json
+from atoll.core.artifacts import Artifact, ArtifactKind, Content, to_json
 
 METRICS_FILE = "metrics.json"
 # The manifest declares no fields: each metric has different ones, and they are in METRICS_FILE.
-METRICS = Kind("metrics", Content)
+METRICS = ArtifactKind("metrics", Content)
 T = TypeVar("T")
 
 

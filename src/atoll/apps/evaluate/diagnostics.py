@@ -1,4 +1,4 @@
-"""Diagnostics of an ensemble on held-out images: router, experts, their disagreement, and their mixtures.
+"""Diagnostics of an ensemble on validation images: router, experts, their disagreement, and their mixtures.
 
 The images, their noise and the error are those of `atoll.experts.validation`. The error of an expert on its cluster,
 the errors of monolith and student, and the cross-entropy of the router are therefore the numbers in their manifests.
@@ -8,19 +8,19 @@ once on every noisy image, and the error of any routing follows from the same ve
 the number of routings.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from atoll.apps.evaluate.results import ErrorMatrix, ExpertDiagnostics, Matrix, RouterChoice, RouterMetrics
+from atoll.apps.evaluate.results import ErrorMatrix, ExpertDiagnostics, Matrix, RouterMetrics
 from atoll.core.device import full_float32
 from atoll.core.progress import progress
-from atoll.data.dataset import Batch, Shards
+from atoll.data.dataset import Shards
 from atoll.ensemble import Ensemble
-from atoll.experts.validation import TIME_BINS, Summary, ValidationSet, condition_of, validate, velocity_errors
+from atoll.experts.expert import condition_of
+from atoll.experts.validation import TIME_BINS, Summary, ValidationBatch, ValidationSet, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition
 
@@ -31,33 +31,6 @@ CALIBRATION_BINS = 15
 # Raise this number when a metric gets another definition and keeps its fields: cached metrics of the old definition are
 # then computed again.
 DEFINITION_VERSION = 4
-
-
-@dataclass(frozen=True)
-class NoisyBatch:
-    """Held-out images on the linear path to noise."""
-
-    batch: Batch
-    x: Tensor
-    """The noisy latents x_t (rows, C, H, W)."""
-    t: Tensor
-    """The times (rows,)."""
-    target: Tensor
-    """The velocity eps - x0 (rows, C, H, W)."""
-    draw: Tensor
-    """A uniform random number in [0, 1) for each row, on the CPU, for routings that draw an expert."""
-
-    def condition(self, conditioning: frozenset[str]) -> Condition:
-        """Return the condition of a network with this conditioning."""
-        return condition_of(self.batch, conditioning)
-
-
-def noisy_batches(shards: Shards, limit: int, seed: int, *, device: torch.device) -> Iterator[NoisyBatch]:
-    """Yield the validation images, at most `limit` of each cluster, each noised once in every time bin."""
-    for part in ValidationSet(shards, seed, limit).batches(device):
-        noised = part.noised
-        draw = rng.uniform(len(noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
-        yield NoisyBatch(part.batch, noised.input, noised.t, noised.target, draw)
 
 
 @dataclass(frozen=True)
@@ -87,64 +60,63 @@ class Measurements:
 @torch.no_grad()
 @full_float32()
 def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: int, seed: int) -> Measurements:
-    """Run every expert and the router on the held-out images."""
+    """Run every expert and the router on the validation images, at most `limit` of each cluster."""
     parts: list[dict[str, Tensor]] = []
-    with progress(
-        "held-out errors of the experts", len(ValidationSet(shards, seed, limit)), unit="noisy images"
-    ) as bar:
-        for noisy in noisy_batches(shards, limit, seed, device=model.device):
-            parts.append(_measure_batch(model, noisy, routings))
-            bar.update(len(noisy.t))
+    validation = ValidationSet(shards, seed, limit)
+    with progress("validation errors of the experts", len(validation), unit="noisy images") as bar:
+        for part in validation.batches(model.device):
+            parts.append(_measure_batch(model, part, routings, draw=draw_of(part, seed)))
+            bar.update(len(part.noised.t))
     joined = {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
-    own = torch.tensor([expert.clusters[0] for expert in model.experts])
+    own = torch.tensor([expert.clusters[0] for expert in model.declarations])
     matches = joined["cluster"][:, None] == own
-    column = torch.where(matches.any(1), matches.int().argmax(1), -1)
-    routed = {routing: joined[f"routed {routing}"] for routing in routings}
     return Measurements(
-        joined["t"],
-        joined["cluster"],
-        column,
-        joined.get("probabilities"),
-        joined["errors"],
-        joined["angles"],
-        joined.get("top_2_angles"),
-        routed,
-        joined.get("nearest"),
-        tuple(own.tolist()),
+        t=joined["t"],
+        cluster=joined["cluster"],
+        column=torch.where(matches.any(1), matches.int().argmax(1), -1),
+        probabilities=joined.get("probabilities"),
+        errors=joined["errors"],
+        angles=joined["angles"],
+        top_2_angles=joined.get("top_2_angles"),
+        routed={routing: joined[f"routed {routing}"] for routing in routings},
+        nearest=joined.get("nearest"),
+        numbers=tuple(own.tolist()),
     )
 
 
-def _measure_batch(model: Ensemble, noisy: NoisyBatch, routings: Sequence[str]) -> dict[str, Tensor]:
-    condition, experts = noisy.condition(model.conditioning), len(model.experts)
+def draw_of(part: ValidationBatch, seed: int) -> Tensor:
+    """Return a uniform random number in [0, 1) for each row, on the CPU, for routings that draw an expert."""
+    return rng.uniform(len(part.noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
+
+
+def _measure_batch(
+    model: Ensemble, part: ValidationBatch, routings: Sequence[str], *, draw: Tensor
+) -> dict[str, Tensor]:
+    x, t, target = part.noised.input, part.noised.t, part.noised.target
+    condition, experts = condition_of(part.batch, model.conditioning), len(model.declarations)
+    # The oracle routing with one cluster for every row runs the expert of this cluster and no other.
     # (rows, experts, C, H, W): the velocities of all experts are in memory at once. The validation's batch size of 64
     # keeps them small.
-    velocities = torch.stack([expert_velocity(model, k, noisy, condition=condition) for k in range(experts)], 1)
+    alone = [torch.full((len(x),), expert.clusters[0]) for expert in model.declarations]
+    velocities = torch.stack([model.velocity(x, t, condition, routing="oracle", cluster=own) for own in alone], 1)
     found = {
-        "t": noisy.t,
-        "cluster": noisy.batch.cluster,
-        "errors": velocity_errors(velocities, noisy.target[:, None], noisy.t[:, None]),
+        "t": t,
+        "cluster": part.batch.cluster,
+        "errors": velocity_errors(velocities, target[:, None], t[:, None]),
         "angles": mean_angle(velocities),
     }
     if model.router is not None and experts > 1:
-        p = model.route(noisy.x, noisy.t, condition, routing="full")
+        p = model.route(x, t, condition, routing="full")
         found["probabilities"] = p
         top_2 = p.topk(2).indices[..., None, None, None].expand(-1, -1, *velocities.shape[2:]).to(velocities.device)
         found["top_2_angles"] = mean_angle(velocities.gather(1, top_2))
     if experts > 1 and all(reference.density is not None for reference in model.references):
-        found["nearest"] = model.route(noisy.x, noisy.t, condition, routing="nearest:full")
+        found["nearest"] = model.route(x, t, condition, routing="nearest:full")
     for routing in routings:
-        cluster, draw = noisy.batch.cluster, noisy.draw
-        weights = model.route(noisy.x, noisy.t, condition, routing=routing, cluster=cluster, draw=draw)
+        weights = model.route(x, t, condition, routing=routing, cluster=part.batch.cluster, draw=draw)
         mixed = torch.einsum("bk,bk...->b...", weights.to(velocities.device), velocities)
-        found[f"routed {routing}"] = velocity_errors(mixed, noisy.target, noisy.t)
+        found[f"routed {routing}"] = velocity_errors(mixed, target, t)
     return found
-
-
-def expert_velocity(model: Ensemble, number: int, noisy: NoisyBatch, *, condition: Condition) -> Tensor:
-    """Return the velocity of one expert alone (rows, C, H, W)."""
-    # The oracle routing with this expert's cluster for every row runs this expert and no other.
-    cluster = torch.full((len(noisy.x),), model.experts[number].clusters[0])
-    return model.velocity(noisy.x, noisy.t, condition, routing="oracle", cluster=cluster)
 
 
 def mean_angle(velocities: Tensor) -> Tensor:
@@ -159,8 +131,8 @@ def mean_angle(velocities: Tensor) -> Tensor:
 
 
 def dense_error(model: Ensemble, shards: Shards, limit: int, *, seed: int, name: str) -> Summary:
-    """Return the held-out error of a dense model (monolith, student) on the same noisy images."""
-    with progress(f"held-out error of {name}", len(ValidationSet(shards, seed, limit)), unit="noisy images") as bar:
+    """Return the validation error of a dense model (monolith, student) on the same noisy images."""
+    with progress(f"validation error of {name}", len(ValidationSet(shards, seed, limit)), unit="noisy images") as bar:
 
         def velocity(x: Tensor, t: Tensor, condition: Condition) -> Tensor:
             bar.update(len(t))
@@ -175,18 +147,35 @@ def summarize(measured: Measurements) -> ExpertDiagnostics:
     # the metric is about the own expert.
     present = measured.column >= 0
     column, t, errors = measured.column[present], measured.t[present], measured.errors[present]
-    own, others = errors.gather(1, column[:, None])[:, 0], errors.shape[1] - 1
-    p, top_2, nearest = measured.probabilities, measured.top_2_angles, measured.nearest
+
+    def of_expert(number: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the error of one expert in each row, and the mean error of the others."""
+        error = errors.gather(1, number[:, None])[:, 0]
+        return error, (errors.sum(1) - error) / max(1, errors.shape[1] - 1)
+
+    found: dict[str, Summary | RouterMetrics] = {}
+    if errors.shape[1] > 1:
+        own, others = of_expert(column)
+        found |= {"own_cluster_error": Summary.of(own, t), "other_clusters_error": Summary.of(others, t)}
+    if measured.top_2_angles is not None:
+        found["disagreement_of_top_2_degrees"] = Summary.of(measured.top_2_angles, measured.t)
+    if measured.probabilities is not None:
+        p = measured.probabilities[present]
+        chosen = p.argmax(1)
+        error, others = of_expert(chosen)
+        found |= {
+            "router": router_metrics(p, column, t),
+            "router_choice_is_best": Summary.of((chosen == errors.argmin(1)).float(), t),
+            "router_choice_error": Summary.of(error, t),
+            "router_others_error": Summary.of(others, t),
+        }
+    if measured.nearest is not None:
+        found["nearest"] = router_metrics(measured.nearest[present], column, t)
     return ExpertDiagnostics(
         velocity_error={routing: Summary.of(error, measured.t) for routing, error in measured.routed.items()},
         expert_on_cluster=error_matrix(measured),
         disagreement_degrees=Summary.of(measured.angles, measured.t),
-        own_cluster_error=Summary.of(own, t) if others else None,
-        other_clusters_error=Summary.of((errors.sum(1) - own) / others, t) if others else None,
-        disagreement_of_top_2_degrees=None if top_2 is None else Summary.of(top_2, measured.t),
-        router=None if p is None else router_metrics(p[present], column, t),
-        router_choice=None if p is None else router_choice(p[present], errors, t),
-        nearest=None if nearest is None else router_metrics(nearest[present], column, t),
+        **found,
     )
 
 
@@ -229,19 +218,3 @@ def calibration_error(confidence: Tensor, hit: Tensor) -> float | None:
     bins = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gaps = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, (hit - confidence).double())
     return (gaps.abs().sum() / len(hit)).item()
-
-
-def router_choice(p: Tensor, errors: Tensor, t: Tensor) -> RouterChoice:
-    """Return how often the most probable expert has the smallest error, and the errors of it and of the others."""
-    chosen = p.argmax(1)
-    error = errors.gather(1, chosen[:, None])[:, 0]
-    others = (errors.sum(1) - error) / max(1, errors.shape[1] - 1)
-    best = (chosen == errors.argmin(1)).float()
-    return RouterChoice(
-        is_best_share=Summary.of(best, t), chosen_error=Summary.of(error, t), others_error=Summary.of(others, t)
-    )
-
-
-def held_out_shards(run: Path, clusters: int) -> Shards:
-    """Open the held-out images of all clusters."""
-    return Shards.open(run, list(range(clusters)), "held-out")

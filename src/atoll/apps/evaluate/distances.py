@@ -1,6 +1,6 @@
 """Distances between two sets of features, in float64: Frechet distance, KID, precision and recall, diversity.
 
-These are formulas on tensors of features (N, D). `atoll.apps.evaluate.features` computes the features.
+These are formulas on tensors of features (N, D). `atoll.apps.evaluate.feature_sets` computes the features.
 """
 
 from dataclasses import dataclass
@@ -122,6 +122,7 @@ def precision_recall(real: Tensor, generated: Tensor, *, neighbors: int = 3) -> 
         density=inside / (neighbors * len(generated)),
         coverage=reached.double().mean().item(),
         neighbors=neighbors,
+        num_images=len(generated),
     )
 
 

@@ -12,106 +12,47 @@ from pathlib import Path
 from atoll.apps.evaluate import diagnostics, metrics, trajectories
 from atoll.apps.evaluate.cache import cached
 from atoll.apps.evaluate.extractors import open_alignment
-from atoll.apps.evaluate.features import Reference, ReferencePlan, opened, reference_features
+from atoll.apps.evaluate.feature_sets import Reference, opened, reference_features
 from atoll.apps.evaluate.generated import GeneratedSet, Prompts, generate, prompts_of
 from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
-from atoll.apps.evaluate.results import (
-    Diagnostics,
-    DiagnosticsProtocol,
-    EvaluationResult,
-    ExpertDiagnostics,
-    ExpertUse,
-    MemoryPlan,
-    ModelResult,
-    SamplingCost,
-    Split,
-    Trajectory,
-    plain,
-)
+from atoll.apps.evaluate.options import EvaluationOptions
+from atoll.apps.evaluate.results import Diagnostics, EvaluationResult, ExpertDiagnostics, ModelResult, Trajectory, plain
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.config import Config
 from atoll.core.device import device
-from atoll.core.errors import AtollError, unknown
+from atoll.core.distributed import DistContext
+from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
-from atoll.core.options import LoadOptions, SamplingOptions
 from atoll.data.dataset import Shards
 from atoll.encoders.lpips import open_perceptual
-from atoll.ensemble import Settings
-from atoll.experts.validation import IMAGES, TIME_BINS, Summary, ValidationSet
-from atoll.train.distributed import DistContext
-
-PARTS = ("metrics", "diversity", "diagnostics", "trajectories")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of an evaluation."""
-
-    # 2500 is a little more than the 2049 images that an Inception covariance of 2048 dimensions needs. Published FID
-    # uses 10,000 to 50,000.
-    num_images: int = 2500
-    models: tuple[str, ...] = ()
-    routings: tuple[str, ...] = ("top-1", "top-2", "full")
-    settings: SamplingOptions = SamplingOptions()  # noqa: RUF009 - it is frozen
-    extractors: tuple[str, ...] = ("inception",)
-    reference: Split = "train"
-    num_real: int = 10_000
-    diversity: tuple[int, int] = (32, 4)
-    """Number of prompts, and images per prompt."""
-    lpips: Path | None = None
-    clip: str | None = None
-    num_val: int = IMAGES
-    """Maximum number of held-out images of each cluster for the diagnostics; each is noised once in every time bin.
-
-    With the default, the error of an expert on its cluster is the number in its manifest.
-    """
-    num_trajectories: int = 32
-    """Number of images that are sampled with N and with 2 N steps."""
-    without: tuple[str, ...] = ()
-    batch_size: int = 64
-    load: LoadOptions = LoadOptions()  # noqa: RUF009 - it is frozen
-    """Devices and precision of sampling. Diagnostics are in float32 in any case."""
-    allow_small: bool = False
-    prompts: Split = "held-out"
-    """The split whose captions or classes are the prompts."""
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for part in self.without:
-            if part not in PARTS:
-                raise AtollError(unknown("part of the evaluation", part, PARTS))
-        # A covariance needs two images; the real-vs-real baseline needs two such sets; a distance needs two images.
-        if self.num_images < 2 or self.num_real < 4 or min(self.diversity) < 1 or self.diversity[1] < 2:
-            raise AtollError(
-                "expected --num-images of at least 2, --num-real of at least 4, and --diversity of at least 1 prompt "
-                f"and 2 images per prompt, got {self.num_images}, {self.num_real}, {self.diversity[0]} and "
-                f"{self.diversity[1]}"
-            )
-
-    def does(self, part: str) -> bool:
-        """Return whether a part is included."""
-        return part not in self.without
+from atoll.ensemble import SampleSettings
+from atoll.ensemble.memory_plan import plan_memory
+from atoll.experts.validation import Summary, ValidationSet
 
 
 def evaluate(
-    run: Path, config: Config, options: Options, *, context: DistContext | None = None
+    run: Path, config: Config, options: EvaluationOptions, *, processes: DistContext | None = None
 ) -> EvaluationResult | None:
     """Evaluate the models of a run. Results that exist already are not computed again.
 
     Several processes generate the images together; then the main process computes the metrics, and the others return
     None.
     """
-    context = context or DistContext(0, 1, device())
-    evaluation = Evaluation(run, config, options, context)
+    processes = processes or DistContext(0, 1, device())
+    evaluation = Evaluation(run, config, options, processes)
     models = evaluated_models(run, options.models, options.routings if config.clusters.count > 1 else ("top-1",))
-    context.on_main(lambda: evaluation.check(models))
-    if context.size > 1:
-        evaluation.generate_all(models)
-        if not context.is_main:
+    processes.on_main(lambda: evaluation.check(models))
+    if processes.size > 1:
+        for model in models:
+            evaluation.generate(model)
+        if not processes.is_main:
             return None
-        evaluation = Evaluation(run, config, options, DistContext(0, 1, context.device))
-    references = evaluation.references() if options.does("metrics") else {}
+        evaluation = Evaluation(run, config, options, DistContext(0, 1, processes.device))
+    references = {
+        name: reference_features(run, config, options.reference, num_real=options.num_real, vision=name)
+        for name in (options.extractors if options.does("metrics") else ())
+    }
     result = EvaluationResult(
         run=str(run),
         prompts=options.prompts,
@@ -128,76 +69,75 @@ class Evaluation:
 
     run: Path
     config: Config
-    options: Options
-    context: DistContext
+    options: EvaluationOptions
+    processes: DistContext
     """The processes that generate images together."""
+
+    def prompts(self) -> dict[str, Prompts]:
+        """Return the prompts of each set of generated images that the options need."""
+        options, (count, seeds), found = self.options, self.options.diversity, {}
+        if options.does("metrics"):
+            found["metrics"] = self._prompts(options.num_images)
+        if options.does("diversity"):
+            found["diversity"] = self._prompts(count).repeated(seeds)
+        return found
+
+    def _prompts(self, count: int) -> Prompts:
+        return prompts_of(self.run, self.config.clusters.count, count, split=self.options.prompts)
+
+    def validation(self) -> Shards:
+        """Open the validation images of all clusters."""
+        shards = Shards.open(self.run, list(range(self.config.clusters.count)), "validation")
+        if not len(shards):
+            raise AtollError(
+                f"{self.run} has no validation images; raise data.val_fraction, or use --without diagnostics"
+            )
+        return shards
 
     def check(self, models: Sequence[EvaluatedModel]) -> None:
         """Raise every error that needs no computation: of networks, feature networks and numbers of images."""
         options = self.options
         for model in models:
             model.check()
-        purposes = self._purposes()
+        prompts = self.prompts()
         for name in options.extractors if options.does("metrics") else ():
-            plan = ReferencePlan.of(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
+            real = Reference.of(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
             if not options.allow_small:
                 metrics.check_enough(
-                    options.num_images, plan.about.num_images, extractor=name, dimensions=plan.dimensions()
+                    options.num_images, real.about.num_images, extractor=name, dimensions=real.dimensions()
                 )
         if options.does("diversity"):
             open_perceptual(opened(options.extractors[0]), options.lpips)
         if options.does("metrics") and options.clip is not None:
-            if purposes["metrics"].captions is None:
+            if prompts["metrics"].captions is None:
                 raise AtollError("text alignment needs text prompts, and this run has no captions; leave --clip out")
             _opened_alignment(options.clip)
         if options.does("diagnostics"):
-            self._held_out()
+            self.validation()
 
-    def _held_out(self) -> Shards:
-        shards = diagnostics.held_out_shards(self.run, self.config.clusters.count)
-        if not len(shards):
-            raise AtollError(
-                f"{self.run} has no held-out images; raise data.val_fraction, or use --without diagnostics"
-            )
-        return shards
-
-    def generate_all(self, models: Sequence[EvaluatedModel]) -> None:
-        """Generate the images of all models."""
-        for model in models:
-            for purpose, prompts in self._purposes().items():
-                self._generate(model, prompts, purpose)
-
-    def _purposes(self) -> dict[str, Prompts]:
-        """Return the prompts of each set of generated images that the options need."""
-        options, (prompts, seeds) = self.options, self.options.diversity
-        found = {}
-        if options.does("metrics"):
-            found["metrics"] = self.prompts(options.num_images)
-        if options.does("diversity"):
-            found["diversity"] = self.prompts(prompts).repeated(prompts, seeds)
-        return found
-
-    def references(self) -> dict[str, Reference]:
-        """Return the features of the real images, by feature network."""
-        options = self.options
-        return {
-            name: reference_features(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
-            for name in options.extractors
-        }
-
-    def prompts(self, count: int) -> Prompts:
-        """Return `count` prompts."""
-        return prompts_of(self.run, self.config.clusters.count, count, split=self.options.prompts)
-
-    def settings(self, model: EvaluatedModel) -> Settings:
+    def settings(self, model: EvaluatedModel) -> SampleSettings:
         """Return the sampling settings of a model."""
-        return Settings(**{**asdict(self.options.settings), "routing": model.routing or "top-1"})
+        return SampleSettings(**{**asdict(self.options.settings), "routing": model.routing or "top-1"})
+
+    def generate(self, model: EvaluatedModel) -> dict[str, GeneratedSet]:
+        """Generate all sets of images of a model, or open those that exist."""
+        return {
+            purpose: generate(
+                model,
+                prompts,
+                self.settings(model),
+                purpose=purpose,
+                batch_size=self.options.batch_size,
+                load=self.options.load,
+                processes=self.processes,
+            )
+            for purpose, prompts in self.prompts().items()
+        }
 
     def model(self, model: EvaluatedModel, references: dict[str, Reference]) -> ModelResult:
         """Evaluate one model."""
-        options = self.options
-        compared, aligned, spread = {}, None, None
-        sets = {purpose: self._generate(model, prompts, purpose) for purpose, prompts in self._purposes().items()}
+        options, sets = self.options, self.generate(model)
+        compared, aligned, spread, use, cost = {}, None, None, None, None
         if images := sets.get("metrics"):
             compared = {
                 name: metrics.against_reference(self.run, images, reference, vision=name)
@@ -208,8 +148,17 @@ class Evaluation:
         if repeated := sets.get("diversity"):
             seeds = options.diversity[1]
             spread = metrics.diversity(self.run, repeated, seeds, vision=options.extractors[0], lpips=options.lpips)
-        generated = images or repeated
-        use, cost = self._use(model, generated) if generated else (None, None)
+        # The use of the experts, and the cost of one image
+        if generated := images or repeated:
+            use = generated.use()
+            sizes = {size: len(rows) for size, rows in generated.prompts.by_size().items() if size is not None}
+            counted = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active, sizes or None)
+            cost = counted.model_copy(
+                update={
+                    "memory_bytes": self._memory(model, len(generated)),
+                    "seconds": generated.seconds() / len(generated),
+                }
+            )
         return ModelResult(
             model=model.model,
             routing=model.routing,
@@ -223,26 +172,8 @@ class Evaluation:
             trajectory=self._trajectory(model) if options.does("trajectories") else None,
         )
 
-    def _generate(self, model: EvaluatedModel, prompts: Prompts, purpose: str) -> GeneratedSet:
-        return generate(
-            model,
-            prompts,
-            self.settings(model),
-            purpose=purpose,
-            batch_size=self.options.batch_size,
-            load=self.options.load,
-            context=self.context,
-        )
-
-    def _use(self, model: EvaluatedModel, images: GeneratedSet) -> tuple[ExpertUse | None, SamplingCost]:
-        """Return the use of the experts, and the cost of one image."""
-        use = trajectories.expert_use(images)
-        sizes = {size: len(rows) for size, rows in images.prompts.by_size().items() if size is not None}
-        cost = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active, sizes or None)
-        memory, seconds = self._memory(model, len(images)), images.seconds() / len(images)
-        return use, SamplingCost(**dict(cost), **dict(memory), seconds=seconds)
-
-    def _memory(self, model: EvaluatedModel, num_images: int) -> MemoryPlan:
+    def _memory(self, model: EvaluatedModel, num_images: int) -> int:
+        """Return the planned memory of sampling, in bytes."""
         batch_size, guided = min(self.options.batch_size, num_images), self.options.settings.guidance_scale != 1
         made_from = {
             "networks": model.digests(),
@@ -252,14 +183,13 @@ class Evaluation:
             "dtype": self.options.load.precision,
         }
 
-        def compute() -> MemoryPlan:
-            plan = model.open(self.options.load).plan(batch_size, guided=guided)
-            return MemoryPlan(memory_bytes=plan.total)
+        def compute() -> int:
+            return plan_memory(model.open(self.options.load), batch_size, guided=guided).total
 
-        return cached(self.run, "plans", model.model, made_from=made_from, result=MemoryPlan, compute=compute)
+        return cached(self.run, "plans", model.model, made_from=made_from, result=int, compute=compute)
 
     def _trajectory(self, model: EvaluatedModel) -> Trajectory:
-        settings, prompts = self.settings(model), self.prompts(self.options.num_trajectories)
+        settings, prompts = self.settings(model), self._prompts(self.options.num_trajectories)
         made_from = {
             "settings": {**asdict(settings), "dtype": self.options.load.precision},
             "prompts": prompts.plain(),
@@ -275,8 +205,8 @@ class Evaluation:
         return cached(self.run, "trajectories", model.label, made_from=made_from, result=Trajectory, compute=compute)
 
     def diagnose(self, models: Sequence[EvaluatedModel]) -> Diagnostics:
-        """Measure errors on the same held-out images: of every expert, of their mixtures, and of the dense models."""
-        options, experts, shards = self.options, None, self._held_out()
+        """Measure errors on the same validation images: of every expert, of their mixtures, and of the dense models."""
+        options, experts, shards = self.options, None, self.validation()
         data = [artifact.open(SHARDS).digest for artifact in shards.artifacts]
         # The seed of training, not of sampling: training and admission validate with it too, so their numbers agree.
         seed = self.config.train.seed
@@ -312,11 +242,11 @@ class Evaluation:
             key = {**made_from, "networks": model.digests()}
             return cached(self.run, "diagnostics", model.model, made_from=key, result=Summary, compute=compute)
 
-        num_images = ValidationSet(shards, seed, limit).images
         # Single experts are columns of the matrix of the experts; here are the models of one network for all clusters.
         dense_models = [model for model in models if model.routing is None and not model.model.startswith("expert:")]
         return Diagnostics(
-            protocol=DiagnosticsProtocol(num_images=num_images, seed=seed, time_bins=TIME_BINS),
+            num_images=ValidationSet(shards, seed, limit).images,
+            seed=seed,
             experts=experts,
             dense={model.model: dense(model) for model in dense_models},
         )

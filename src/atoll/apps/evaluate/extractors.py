@@ -23,17 +23,17 @@ from atoll.encoders.pretrained import (
     load_pretrained,
     model_folder,
 )
-from atoll.encoders.vision import Extractor, Vision, open_extractor, to_pixels
-
-# Images per forward pass of a feature network. Small: inputs have up to 299 pixels a side, also on a CPU. Features are
-# stored, so a change may alter their last digits.
-BATCH = 32
+from atoll.encoders.vision import BATCH, Extractor, Vision, open_extractor, to_pixels
 
 
 def open_vision(name: str) -> Vision:
     """Open the feature network with this name."""
     kind, _, path = name.partition(":")
-    return _open_inception(Path(path) if path else None) if kind == "inception" else _open_features(name)
+    if kind == "inception":
+        return _open_inception(Path(path) if path else None)
+    extractor = open_extractor(name)
+    resize = f"bicubic to {extractor.side}, antialiased"
+    return Vision(name, weights_of(name), resize, lambda x: extractor.raw(resized(x, extractor.side, "bicubic")))
 
 
 def weights_of(name: str) -> str:
@@ -63,12 +63,6 @@ def _open_inception(file: Path | None) -> Vision:
     return Vision("inception", weights, f"bilinear to {inception.SIDE}, antialiased", features, maps)
 
 
-def _open_features(name: str) -> Vision:
-    extractor = open_extractor(name)
-    resize = f"bicubic to {extractor.side}, antialiased"
-    return Vision(name, weights_of(name), resize, lambda x: extractor.raw(resized(x, extractor.side, "bicubic")))
-
-
 def resized(x: Tensor, side: int, mode: str) -> Tensor:
     """Resize pixels (N, 3, H, W) to `side`; they stay in 0 to 255."""
     if x.shape[-1] == side:
@@ -77,7 +71,7 @@ def resized(x: Tensor, side: int, mode: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Alignment:
+class CaptionScorer:
     """An image-text model that scores how well images match their captions."""
 
     name: str
@@ -87,32 +81,29 @@ class Alignment:
 
     def __call__(self, pixels: Pixels, captions: list[str]) -> Tensor:
         """Return the cosine (N,) between each image (N, H, W, 3) and its caption."""
-        parts = []
-        for start in range(0, len(pixels), BATCH):
-            x = resized(to_pixels(pixels[start : start + BATCH]), self.extractor.side, "bicubic")
-            parts.append(nn.functional.cosine_similarity(self.extractor.raw(x), self._text(captions[start:][:BATCH])))
-        return torch.cat(parts).cpu()
-
-    def _text(self, captions: list[str]) -> Tensor:
         model: Any = self.extractor.network.network
         # Pad all captions to the full length: SigLIP was trained that way, and CLIP ignores the padding.
-        length = model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(captions, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        inputs = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
-        with deterministic_inference():
-            output = model.get_text_features(**inputs)
-        # Some versions of transformers return the tensor itself, others an object that holds it.
-        features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
-        return features.float()
+        length, parts = model.config.text_config.max_position_embeddings, []
+        how = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+        for start in range(0, len(pixels), BATCH):
+            tokens = self.tokenizer(captions[start : start + BATCH], **how)
+            inputs = {key: tokens[key].to(device()) for key in ("input_ids", "attention_mask") if key in tokens}
+            x = resized(to_pixels(pixels[start : start + BATCH]), self.extractor.side, "bicubic")
+            with deterministic_inference():
+                output = model.get_text_features(**inputs)
+            # Some versions of transformers return the tensor itself, others an object that holds it.
+            text: Tensor = output if isinstance(output, Tensor) else output.pooler_output
+            parts.append(nn.functional.cosine_similarity(self.extractor.raw(x), text.float()))
+        return torch.cat(parts).cpu()
 
 
-def open_alignment(name: str) -> Alignment:
+def open_alignment(name: str) -> CaptionScorer:
     """Open an image-text model of transformers (CLIP, SigLIP) by hub name or folder."""
     from transformers import AutoTokenizer
 
     extractor = open_extractor(name)
     if not hasattr(getattr(extractor.network, "network", None), "get_text_features"):
         raise AtollError(f"{name} is no image-text model: it has no text features; use a CLIP or SigLIP model")
-    return Alignment(
+    return CaptionScorer(
         name, fingerprint(model_folder(name)), extractor, load_pretrained(AutoTokenizer, model_folder(name))
     )

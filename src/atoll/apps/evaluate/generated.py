@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,19 +21,20 @@ from torch import Tensor
 
 from atoll.apps.evaluate.cache import keyed
 from atoll.apps.evaluate.models import EvaluatedModel
-from atoll.apps.evaluate.results import SampleProtocol, Split
-from atoll.core.artifacts import Artifact, Content, Kind, to_json
+from atoll.apps.evaluate.results import ExpertUse, Protocol
+from atoll.core.artifacts import Artifact, ArtifactKind, Content, to_json
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
+from atoll.core.names import Split
 from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
-from atoll.data.contact_sheet import sheet
 from atoll.data.dataset import Shards
+from atoll.data.images import sheet
 from atoll.data.shuffle import shuffled
 from atoll.encoders.pretrained import Pixels
-from atoll.ensemble import Sampler, Samples, Settings
+from atoll.ensemble import Sampler, Samples, SampleSettings
 from atoll.flow import rng
-from atoll.train.distributed import DistContext
 
 
 class GeneratedContent(Content):
@@ -44,7 +45,7 @@ class GeneratedContent(Content):
 
 
 Value = TypeVar("Value")
-GENERATED = Kind("generated images", GeneratedContent)
+GENERATED = ArtifactKind("generated images", GeneratedContent)
 # Images per file, the unit that is stored and resumed. It is part of the results: every chunk has its own noise seed.
 CHUNK = 256
 # An arbitrary number that no other random stream uses. Changing it changes all generated images.
@@ -78,9 +79,9 @@ class Prompts:
 
         return Prompts(some(self.captions), some(self.labels), some(self.clusters) or [], some(self.sizes))
 
-    def repeated(self, prompts: int, times: int) -> "Prompts":
-        """Return the first `prompts` prompts, each `times` times in a row."""
-        return self.part([row for row in range(min(prompts, len(self))) for _ in range(times)])
+    def repeated(self, times: int) -> "Prompts":
+        """Return the prompts, each `times` times in a row."""
+        return self.part([row for row in range(len(self)) for _ in range(times)])
 
     def by_size(self) -> dict[Size | None, list[int]]:
         """Return the rows of each size of the latents; None is the only size of a run."""
@@ -92,11 +93,10 @@ class Prompts:
         return found
 
 
-def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Split = "held-out") -> Prompts:
+def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Split = "validation") -> Prompts:
     """Return `count` prompts from a split, divided over the clusters in proportion to their training images.
 
-    A cluster with fewer images than that repeats its prompts; the noise of repeated prompts differs. A cluster without
-    images in the split is left out.
+    Clusters with too few images repeat prompts, with different noise. Clusters without images are left out.
     """
     opened = [Shards.open(run, [cluster], split) for cluster in range(clusters)]
     empty = [cluster for cluster, shards in enumerate(opened) if not len(shards)]
@@ -108,31 +108,25 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
         print(f"no prompts for cluster {', '.join(map(str, empty))}: it has no {split} images", flush=True)
     trained = Shards.open(run, list(range(clusters))).cluster_sizes()
     wanted = shares([0 if cluster in empty else size for cluster, size in enumerate(trained)], count)
-    captions: list[str] = []
-    labels: list[int] = []
-    owners: list[int] = []
-    sizes: list[str] = []
+    found: list[tuple[str, int, int, str]] = []  # caption, label, cluster and size
     for cluster, (shards, many) in enumerate(zip(opened, wanted, strict=True)):
-        rows = [
-            int(shuffled(np.array([i % len(shards)], np.uint64), len(shards), seed, epoch=cluster)[0])
-            for i in range(many)
-        ]
-        captions += [caption or "" for caption in shards.captions(rows)] if rows else []
+        if not many:
+            continue
+        numbers = np.arange(many, dtype=np.uint64) % np.uint64(len(shards))
+        rows = shuffled(numbers, len(shards), seed, epoch=cluster).astype(np.int64)
+        captions, about = shards.captions(rows.tolist()), [(0, "")] * many
         # A batch of the reader has one size, so the rows are read size by size and put back into their order.
-        found = [(0, "")] * many
-        for size, own in shards.by_size(np.array(rows)).items() if rows else ():
-            for row, label in zip(own, shards.read(np.array(rows)[own]).label.tolist(), strict=True):
-                found[row] = (label, str(size))
-        labels += [label for label, _ in found]
-        sizes += [size for _, size in found]
-        owners += [cluster] * many
+        for size, own in shards.by_size(rows).items():
+            for row, label in zip(own, shards.read(rows[own]).label.tolist(), strict=True):
+                about[row] = (label, str(size))
+        found += [(captions[i] or "", label, cluster, size) for i, (label, size) in enumerate(about)]
     # Shuffle over the clusters, so that any first part of the set (a chunk, the contact sheet) has all of them.
     order = shuffled(np.arange(count, dtype=np.uint64), count, seed, epoch=clusters).astype(np.int64)
     data = opened[0].content
-    every = Prompts(
+    captions, labels, owners, sizes = (list(column) for column in zip(*(found[i] for i in order), strict=True))
+    return Prompts(
         captions if data.text else None, labels if data.labels else None, owners, sizes if data.latents.sizes else None
     )
-    return every.part(order.tolist())
 
 
 def shares(sizes: list[int], count: int) -> list[int]:
@@ -161,12 +155,11 @@ class GeneratedSet:
         """Return the digest of the set."""
         return self.artifact.open(GENERATED).digest
 
-    def protocol(self) -> SampleProtocol:
-        """Return how the images were generated, to be stored beside every metric."""
+    def protocol(self, **measured: Any) -> Protocol:
+        """Return how the images were generated and, in `measured`, compared: the protocol of a metric."""
         made_from = self.artifact.open(GENERATED).made_from
-        return SampleProtocol(
-            model=made_from["model"], num_images=len(self), set=self.artifact.name, **made_from["settings"]
-        )
+        how = {**made_from["settings"], **measured}
+        return Protocol(model=made_from["model"], num_images=len(self), set=self.artifact.name, **how)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -176,15 +169,22 @@ class GeneratedSet:
         for chunk, file in enumerate(self._files()):
             yield stored_images(file, self.prompts.part(_rows(self.prompts, chunk)))
 
-    def use(self) -> dict[str, Tensor] | None:
-        """Return the times, the mean weight and lead share of each expert (evaluations, experts); None if dense."""
+    def use(self) -> ExpertUse | None:
+        """Return the use of the experts, averaged over the images; None for a dense model."""
         stored = [_read(file, ("t", "weights", "lead", "active")) for file in self._files()]
         if "t" not in stored[0]:
             return None
-        sums = {
-            key: torch.stack([part[key] for part in stored]).sum(0) / len(self) for key in ("weights", "lead", "active")
-        }
-        return {"t": stored[0]["t"], **sums}
+        weights, lead, active = (
+            torch.stack([part[key] for part in stored]).sum(0) / len(self) for key in ("weights", "lead", "active")
+        )
+        return ExpertUse(
+            t=stored[0]["t"].tolist(),
+            weight=weights.tolist(),
+            lead_share=lead.tolist(),
+            active=active.tolist(),
+            mean_lead_share=lead.mean(0).tolist(),
+            mean_active=active.mean().item(),
+        )
 
     def _files(self) -> list[Path]:
         # Chunk files have numbers as names; prompts.json and sheet.png do not.
@@ -194,12 +194,12 @@ class GeneratedSet:
 def generate(
     model: EvaluatedModel,
     prompts: Prompts,
-    settings: Settings,
+    settings: SampleSettings,
     *,
     purpose: str,
     batch_size: int,
     load: LoadOptions,
-    context: DistContext,
+    processes: DistContext,
 ) -> GeneratedSet:
     """Generate a set of images, or open it if it exists. If interrupted, it resumes with the next missing chunks.
 
@@ -220,7 +220,7 @@ def generate(
         return chunks.missing()
 
     def generate_share() -> None:
-        mine = missing[context.rank :: context.size]
+        mine = missing[processes.rank :: processes.size]
         sampler = model.open(load)
         # Load the experts and run one step before timing, so that `seconds` excludes opening and warming up.
         for number in range(len(sampler.ensemble.references)) if load.max_loaded_experts is None else ():
@@ -229,52 +229,58 @@ def generate(
             pass
         for chunk in mine:
             print(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
-            artifact.write_tensors(
-                chunks.file(chunk), _chunk(sampler, prompts, settings, chunk=chunk, batch_size=batch_size)
-            )
+            part = prompts.part(_rows(prompts, chunk))
+            # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
+            # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.
+            own = replace(settings, seed=rng.key(settings.seed, SEED_STREAM, chunk) >> 33)
+            found: dict[str, Tensor] = {}
+            start = time.perf_counter()
+            for size, samples in sample_by_size(sampler, part, own, batch_size=batch_size):
+                found[stored_name(size)] = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
+                if samples.trace is None:
+                    continue
+                # Sums over the images at every evaluation: weights, largest weights and running experts
+                weights = samples.trace.weights.double()  # (evaluations, images, experts)
+                lead = torch.nn.functional.one_hot(weights.argmax(-1), weights.shape[-1]).double()
+                sums = {"weights": weights.sum(1), "lead": lead.sum(1), "active": (weights > 0).double().sum((1, 2))}
+                found["t"] = samples.trace.t
+                found |= {name: found[name] + value if name in found else value for name, value in sums.items()}
+            found["seconds"] = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            artifact.write_tensors(chunks.file(chunk), found)
 
     def commit() -> None:
-        if artifact.manifest() is None:
-            artifact.commit(_finish(artifact, chunks, prompts))
+        if artifact.manifest() is not None:
+            return
+        files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
+        first = stored_images(files[0], prompts.part(_rows(prompts, 0)))[:SHEET]
+        with artifact.writing("sheet.png") as path:
+            sheet([Image.fromarray(image) for image in first]).save(path, format="PNG")
+        seconds = sum(float(_read(file, ("seconds",))["seconds"]) for file in files)
+        artifact.commit(GeneratedContent(rows=chunks.rows, seconds=seconds))
 
-    if missing := context.on_main(begin):
-        context.on_all(generate_share)
-    context.on_main(commit)
+    if missing := processes.on_main(begin):
+        processes.on_all(generate_share)
+    processes.on_main(commit)
     return GeneratedSet(model.label, artifact, prompts)
 
 
-def _chunk(sampler: Sampler, prompts: Prompts, settings: Settings, *, chunk: int, batch_size: int) -> dict[str, Tensor]:
-    """Generate one chunk of images."""
-    part = prompts.part(_rows(prompts, chunk))
-    # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
-    # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.
-    seed = rng.key(settings.seed, SEED_STREAM, chunk) >> 33
-    found: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
-    start = time.perf_counter()
-    for size, samples in sample_by_size(sampler, part, replace(settings, seed=seed), batch_size=batch_size):
-        found[stored_name(size)] = torch.from_numpy(np.stack([np.asarray(image) for image in samples.images]))
-        for name, value in _use(samples).items():
-            sums[name] = value if name == "t" or name not in sums else sums[name] + value
-    return {**found, **sums, "seconds": torch.tensor(time.perf_counter() - start, dtype=torch.float64)}
-
-
 def sample_by_size(
-    sampler: Sampler, prompts: Prompts, settings: Settings, *, batch_size: int
+    sampler: Sampler, prompts: Prompts, settings: SampleSettings, *, batch_size: int
 ) -> Iterator[tuple[Size | None, Samples]]:
     """Yield the images of each size of the latents (None is the only one), in the order of `Prompts.by_size`."""
     factor, first = sampler.encoders.autoencoder().factor, 0
     conditioning = sampler.ensemble.conditioning
-    how = {"batch_size": batch_size, "trace": len(sampler.ensemble.experts) > 1, **asdict(settings)}
+    trace = len(sampler.ensemble.references) > 1
     for size, rows in prompts.by_size().items():
         own = prompts.part(rows)
         labels = own.labels if "label" in conditioning else None
         pixels = None if size is None else Size(factor * size.height, factor * size.width)
         # Each image has its own position, and so its own noise, whatever its size.
-        yield (
-            size,
-            sampler.generate(own.captions, labels, len(own), clusters=own.clusters, size=pixels, first=first, **how),
-        )
+        samples = sampler.generate(
+            own.captions, labels, len(own), clusters=own.clusters, size=pixels, first=first, batch_size=batch_size,
+            trace=trace, settings=settings,
+        )  # fmt: skip
+        yield size, samples
         first += len(own)
 
 
@@ -305,30 +311,6 @@ def rows_by_size(compute: Callable[[Pixels, list[int]], Tensor], images: Sequenc
         groups.setdefault(image.shape, []).append(index)
     parts = [compute(np.stack([images[index] for index in own]), own) for own in groups.values()]
     return torch.cat(parts)[torch.tensor([index for own in groups.values() for index in own]).argsort()]
-
-
-def _use(samples: Samples) -> dict[str, Tensor]:
-    """Return, at every evaluation, sums over the images: weights, largest weights and running experts."""
-    if samples.trace is None:
-        return {}
-    weights = samples.trace.weights.double()  # (evaluations, images, experts)
-    lead = torch.nn.functional.one_hot(weights.argmax(-1), weights.shape[-1]).double()
-    return {
-        "t": samples.trace.t,
-        "weights": weights.sum(1),
-        "lead": lead.sum(1),
-        "active": (weights > 0).double().sum((1, 2)),
-    }
-
-
-def _finish(artifact: Artifact, chunks: Chunks, prompts: Prompts) -> GeneratedContent:
-    """Write the contact sheet, and sum the seconds."""
-    files = [artifact.path(chunks.file(chunk)) for chunk in range(chunks.count)]
-    first = stored_images(files[0], prompts.part(_rows(prompts, 0)))[:SHEET]
-    with artifact.writing("sheet.png") as path:
-        sheet([Image.fromarray(image) for image in first]).save(path, format="PNG")
-    seconds = sum(float(_read(file, ("seconds",))["seconds"]) for file in files)
-    return GeneratedContent(rows=chunks.rows, seconds=seconds)
 
 
 def _read(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:

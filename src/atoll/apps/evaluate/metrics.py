@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from atoll.apps.evaluate import results
 from atoll.apps.evaluate.cache import cached
 from atoll.apps.evaluate.distances import Gaussian, frechet, kernel_distance, pairwise_mean, precision_recall
-from atoll.apps.evaluate.extractors import Alignment
-from atoll.apps.evaluate.features import FeatureSet, Reference, generated_features, opened
+from atoll.apps.evaluate.extractors import CaptionScorer
+from atoll.apps.evaluate.feature_sets import FeatureSet, Reference, generated_features, opened
 from atoll.apps.evaluate.generated import GeneratedSet, rows_by_size
-from atoll.apps.evaluate.results import Baseline, Distances, Diversity, Frechet, Kid, Metrics, PrecisionRecall, Spread
+from atoll.apps.evaluate.results import Baseline, Metrics, Spread
 from atoll.core.errors import AtollError
 from atoll.core.progress import progress
 from atoll.encoders.lpips import open_perceptual
@@ -20,7 +19,6 @@ from atoll.encoders.pretrained import Pixels
 # Orders of magnitude, not measured limits. With fewer images the standard error of KID, or the gaps between the
 # neighborhoods of precision and recall, are larger than the differences between models.
 MIN_KID, MIN_PRECISION_RECALL = 100, 500
-_NOTE = "biased upward for finite sets: compare with real_baseline, the distance between two sets of real images"
 
 
 def check_enough(num_images: int, num_real: int, *, extractor: str, dimensions: int) -> None:
@@ -39,33 +37,23 @@ def check_enough(num_images: int, num_real: int, *, extractor: str, dimensions: 
 def against_reference(run: Path, images: GeneratedSet, reference: Reference, *, vision: str) -> Metrics:
     """Return Frechet distance, KID, precision and recall of generated against real images."""
     generated, label = generated_features(run, images, vision), f"{images.label} {Path(vision).name}"
-    made_from = {"generated": generated.digest, "reference": reference.digest}
+    made_from = {"generated": generated.digest(), "reference": reference.digest()}
 
-    def compute() -> Distances:
+    def compute() -> Metrics:
+        # Precision and recall need as many real images as generated ones: a random part, always the same.
         count = min(len(generated), len(reference))
-        kid = kernel_distance(generated.features(), reference.features())
-        near = precision_recall(_subset(reference, count), generated.features()[:count])
-        return Distances(
-            frechet=Frechet(value=frechet(generated.gaussian(), reference.gaussian()), note=_NOTE),
-            kid=Kid(**dict(kid), note="unbiased; standard_error is the error of value"),
-            precision_recall=PrecisionRecall(**dict(near), num_images=count),
+        rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
+        return Metrics(
+            frechet=frechet(generated.gaussian(), reference.gaussian()),
+            kid=kernel_distance(generated.features(), reference.features()),
+            precision_recall=precision_recall(reference.features()[rows], generated.features()[:count]),
             real_baseline=real_baseline(reference, len(generated)),
+            protocol=images.protocol(
+                **reference.content().protocol, reference=reference.about, reference_fingerprint=reference.digest()
+            ),
         )
 
-    found = cached(run, "metrics", label, made_from=made_from, result=Distances, compute=compute)
-    protocol = results.MetricsProtocol(
-        **dict(images.protocol()),
-        **dict(reference.content.protocol),
-        reference=reference.about,
-        reference_fingerprint=reference.digest,
-    )
-    return Metrics(**dict(found), protocol=protocol)
-
-
-def _subset(reference: FeatureSet, count: int) -> torch.Tensor:
-    """Return `count` random rows, always the same."""
-    rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
-    return reference.features()[rows]
+    return cached(run, "metrics", label, made_from=made_from, result=Metrics, compute=compute)
 
 
 def real_baseline(reference: FeatureSet, num_images: int) -> Baseline:
@@ -77,17 +65,15 @@ def real_baseline(reference: FeatureSet, num_images: int) -> Baseline:
     count = min(num_images, len(reference) // 2)
     order = torch.randperm(len(reference), generator=torch.Generator().manual_seed(1))
     part, rest = reference.features()[order[:count]], reference.features()[order[count:]]
-    kid = kernel_distance(part, rest, subsets=1)
     return Baseline(
         frechet=frechet(Gaussian.of(part), Gaussian.of(rest)),
-        kid=kid.value,
-        kid_standard_error=kid.standard_error,
+        kid=kernel_distance(part, rest, subsets=1),
         num_images=count,
         num_real=len(reference) - count,
     )
 
 
-def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips: Path | None) -> Diversity:
+def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips: Path | None) -> Spread:
     """Return the mean distance between images of one prompt. `images` has each prompt `seeds` times in a row."""
     distance = open_perceptual(opened(vision), lpips)
     made_from = {"generated": images.digest(), "seeds": seeds, "distance": distance.name, "weights": distance.weights}
@@ -99,17 +85,13 @@ def diversity(run: Path, images: GeneratedSet, seeds: int, *, vision: str, lpips
             for first in range(0, len(pixels), seeds):
                 distances.append(distance(np.stack(pixels[first : first + seeds])))  # (seeds, H, W, 3), one prompt
                 bar.update(seeds)
-        return Spread.of(pairwise_mean(torch.stack(distances)))
+        protocol = images.protocol(extractor=distance.name, weights_sha256=distance.weights)
+        return Spread.of(pairwise_mean(torch.stack(distances)), protocol)
 
-    label = f"{images.label} diversity"
-    found = cached(run, "metrics", label, made_from=made_from, result=Spread, compute=compute)
-    protocol = results.DiversityProtocol(
-        **dict(images.protocol()), distance=distance.name, weights_sha256=distance.weights, seeds_per_prompt=seeds
-    )
-    return Diversity(**dict(found), protocol=protocol)
+    return cached(run, "metrics", f"{images.label} diversity", made_from=made_from, result=Spread, compute=compute)
 
 
-def alignment(run: Path, images: GeneratedSet, model: Alignment) -> results.Alignment:
+def alignment(run: Path, images: GeneratedSet, model: CaptionScorer) -> Spread:
     """Return the mean cosine between images and their prompts in an image-text model."""
     captions = images.prompts.captions
     assert captions is not None
@@ -125,11 +107,6 @@ def alignment(run: Path, images: GeneratedSet, model: Alignment) -> results.Alig
 
             scores.append(rows_by_size(score, chunk))
             start += len(chunk)
-        return Spread.of(torch.cat(scores))
+        return Spread.of(torch.cat(scores), images.protocol(extractor=model.name, weights_sha256=model.weights))
 
-    label = f"{images.label} alignment"
-    found = cached(run, "metrics", label, made_from=made_from, result=Spread, compute=compute)
-    protocol = results.AlignmentProtocol(
-        **dict(images.protocol()), image_text_model=model.name, weights_sha256=model.weights
-    )
-    return results.Alignment(**dict(found), protocol=protocol)
+    return cached(run, "metrics", f"{images.label} alignment", made_from=made_from, result=Spread, compute=compute)

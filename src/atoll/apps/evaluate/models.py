@@ -6,21 +6,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from atoll.apps.evaluate.results import ForwardCost, TrainingCost
+from atoll.apps.evaluate.results import SamplingCost, TrainingCost
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Kind
+from atoll.core.artifacts import Artifact, ArtifactKind
 from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError, unknown
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
 from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
-from atoll.ensemble import Sampler, Settings, load, parse
-from atoll.ensemble.samples import evaluated_at
+from atoll.data.shapes import DataShapes
+from atoll.ensemble import Sampler, SampleSettings, load, parse
+from atoll.ensemble.sampler import evaluated_at
+from atoll.experts.cost import Cost, image_cost
 from atoll.experts.run import missing_network
-from atoll.train.cost import Cost, image_cost
-from atoll.train.data_shapes import DataShapes
-from atoll.train.memory import job_bytes
+from atoll.train.estimate import job_bytes
 from atoll.train.spec import job_settings
 
 KINDS = (*layout.MODELS, "singles")
@@ -96,41 +96,36 @@ class EvaluatedModel:
             memory_bytes=max(sizes),
         )
 
-    def sampling(self, settings: Settings, active: float, sizes: dict[Size, int] | None = None) -> ForwardCost:
+    def sampling(self, settings: SampleSettings, active: float, sizes: dict[Size, int] | None = None) -> SamplingCost:
         """Return the FLOPs of sampling one image with `active` experts per evaluation on average, and the weights.
 
         `sizes` is the number of images of each size of the latents; without it, all have the default size.
         """
         costs = self._costs(sizes)
-        experts = [one.forward_flops for name, one in costs.items() if name != "router"]
-        # Under guidance every evaluation of the velocity runs the experts twice: with the condition and with the null
-        # condition. Experts differ in size and the routing decides which ones run, so their mean FLOPs count.
-        guided = [self._conditioned and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
+        experts = [one.forward_flops for name, one in costs.items() if name != layout.ROUTER]
+        # Guidance has an effect if any expert is conditioned. Then every evaluation of the velocity runs the experts
+        # twice: with the condition and with the null condition. Experts differ in size and the routing decides which
+        # ones run, so their mean FLOPs count.
+        contents = {content.job: content for content in self._contents()}
+        conditioned = any(content.conditioning for job, content in contents.items() if job != layout.ROUTER)
+        guided = [conditioned and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
         calls = active * (len(guided) + sum(guided))
-        router = self._router_calls(settings, guided) * costs["router"].forward_flops if "router" in costs else 0
-        return ForwardCost(
+        flops = calls * sum(experts) / len(experts)
+        if layout.ROUTER in costs:
+            # `drawn` chooses an expert at the first evaluation and keeps it. Under guidance with separate weights the
+            # router runs twice.
+            once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
+            routed = guided[:1] if once else guided
+            twice = contents[layout.ROUTER].conditioning and settings.guidance_weights == "separate"
+            flops = (len(routed) + (sum(routed) if twice else 0)) * costs[layout.ROUTER].forward_flops + flops
+        return SamplingCost(
             network_evaluations=calls,
-            flops=router + calls * sum(experts) / len(experts),
+            flops=flops,
             weights_bytes=sum(entry.size for part in self.parts() for entry in part.open(_kind(part)).files.values()),
         )
 
-    @property
-    def _conditioned(self) -> bool:
-        """Whether any of its experts is conditioned, so that guidance has an effect."""
-        return any(content.conditioning for content in self._contents() if content.job != layout.ROUTER)
-
-    def _router_calls(self, settings: Settings, guided: Sequence[bool]) -> int:
-        """Return how often the router runs for one image: twice under guidance with separate weights."""
-        router = next(content for content in self._contents() if content.job == layout.ROUTER)
-        # `drawn` chooses an expert at the first evaluation and keeps it.
-        once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
-        evaluations = guided[:1] if once else guided
-        twice = router.conditioning and settings.guidance_weights == "separate"
-        return len(evaluations) + (sum(evaluations) if twice else 0)
-
     def _costs(self, sizes: dict[Size, int] | None = None) -> dict[str, Cost]:
-        contents = self._contents()
-        return {content.job: image_cost(content.network, DataShapes.of(content, sizes)) for content in contents}
+        return {one.job: image_cost(one.network, DataShapes.of(one, sizes)) for one in self._contents()}
 
     def _contents(self) -> list[NetworkContent]:
         return [part.read(_kind(part)) for part in self.parts()]
@@ -142,7 +137,7 @@ def _opened(run: Path, model: str, options: LoadOptions, *, _networks: frozenset
     return load(run, model, **vars(options))
 
 
-def _kind(part: Artifact) -> Kind[Any]:
+def _kind(part: Artifact) -> ArtifactKind[Any]:
     return ROUTER if part.name == layout.final(layout.ROUTER) else EXPERT
 
 

@@ -9,22 +9,20 @@ measured.
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_serializer
-from pydantic_core.core_schema import SerializerFunctionWrapHandler
+from pydantic import Field, TypeAdapter, ValidationError
 
 from atoll.core import layout
 from atoll.core.artifacts import Content
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ComputeSpec
-from atoll.core.names import GuidanceWeights
+from atoll.core.names import GuidanceWeights, Split
 from atoll.experts.validation import Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Split = Literal["train", "held-out"]
 # One value at each evaluation of the velocity, from noise to data.
 Series = tuple[float, ...]
 Matrix = tuple[tuple[float | None, ...], ...]
@@ -35,11 +33,19 @@ def plain(result: object) -> object:
     return TypeAdapter(type(result)).dump_python(result, mode="json", exclude_defaults=True)
 
 
-# Protocols: how the metrics were measured
+# Quality of generated images
 
 
-class SampleProtocol(Content):
-    """How a set of images was generated."""
+class ReferenceSpec(Content):
+    """The real images that generated ones are compared with."""
+
+    split: Split
+    num_images: int
+    resolution: int
+
+
+class Protocol(Content):
+    """How a metric was measured: the generated images, the network that compares them, and the real images."""
 
     model: str
     num_images: int
@@ -58,80 +64,26 @@ class SampleProtocol(Content):
     seed: int
     dtype: str = "float32"
     """Precision of the networks."""
-
-
-class VisionProtocol(Content):
-    """The network whose features are compared."""
-
     extractor: str
+    """Network that compares the images: a feature network, a perceptual distance or an image-text model."""
     weights_sha256: str
-    resize: str
-
-
-class ReferenceSpec(Content):
-    """The real images that generated ones are compared with."""
-
-    split: Split
-    num_images: int
-    resolution: int
-
-
-class MetricsProtocol(SampleProtocol, VisionProtocol):
-    """How generated images were compared with real ones."""
-
-    reference: ReferenceSpec
-    reference_fingerprint: str
-
-
-class DiversityProtocol(SampleProtocol):
-    """How images of one prompt were compared with each other."""
-
-    distance: str
-    weights_sha256: str
-    seeds_per_prompt: int
-
-
-class AlignmentProtocol(SampleProtocol):
-    """How images were compared with their prompts."""
-
-    image_text_model: str
-    weights_sha256: str
-
-
-class DiagnosticsProtocol(Content):
-    """The held-out images that all models are validated on."""
-
-    num_images: int
-    """Over all clusters. Each image is noised once in every time bin."""
-    seed: int
-    time_bins: int
-
-
-# Quality of generated images
-
-
-class Frechet(Content):
-    """The Frechet distance."""
-
-    value: float
-    note: str
+    resize: str | None = None
+    """How the feature network resizes images; this field and the next two exist only for distances to real images."""
+    reference: ReferenceSpec | None = None
+    reference_fingerprint: str | None = None
 
 
 class KernelDistance(Content):
     """KID: the squared maximum mean discrepancy with its standard error, and its mean over random subsets."""
 
     value: float
+    """The unbiased estimate from all pairs of images."""
     standard_error: float
+    """The error of `value`."""
     subsets: int
     subset_size: int
     subset_mean: float
     subset_std: float
-
-
-class Kid(KernelDistance):
-    """KID with a note for readers of the file."""
-
-    note: str
 
 
 class Coverage(Content):
@@ -142,68 +94,48 @@ class Coverage(Content):
     density: float
     coverage: float
     neighbors: int
-
-
-class PrecisionRecall(Coverage):
-    """Precision and recall, with the number of images on each side."""
-
     num_images: int
-    """Real images, and as many generated ones."""
+    """Generated images; in an evaluation, the number of real ones is the same."""
 
 
 class Baseline(Content):
     """The real-vs-real baseline: the distances between two sets of real images."""
 
     frechet: float
-    kid: float
-    kid_standard_error: float
+    kid: KernelDistance
     num_images: int
     """Real images that stand for the generated ones."""
     num_real: int
     """The other real images, which they are compared with."""
 
 
-class Distances(Content):
-    """The distances of generated images to real ones."""
+class Metrics(Content):
+    """Distances between generated and real images in the features of one network."""
 
-    frechet: Frechet
-    kid: Kid
-    precision_recall: PrecisionRecall
+    frechet: float
+    """Biased upward for finite sets: compare it with `real_baseline.frechet`."""
+    kid: KernelDistance
+    precision_recall: Coverage
     real_baseline: Baseline
-
-
-class Metrics(Distances):
-    """The distances of generated images to real ones in the features of one network, with their protocol."""
-
-    protocol: MetricsProtocol
+    protocol: Protocol
 
 
 class Spread(Content):
-    """The mean over independent items (such as prompts), their standard deviation, and the error of the mean."""
+    """The mean over independent items (prompts or images), their standard deviation, and the error of the mean."""
 
     mean: float
     std: float
     standard_error: float
     items: int
+    protocol: Protocol
 
     @classmethod
-    def of(cls, values: "Tensor") -> Self:
+    def of(cls, values: "Tensor", protocol: Protocol) -> Self:
         """Summarize one number for each item."""
         values = values.double()
         std = values.std().item() if len(values) > 1 else 0.0
-        return cls(mean=values.mean().item(), std=std, standard_error=std / len(values) ** 0.5, items=len(values))
-
-
-class Diversity(Spread):
-    """The distance between images of one prompt, over prompts."""
-
-    protocol: DiversityProtocol
-
-
-class Alignment(Spread):
-    """The cosine between images and their prompts, over images."""
-
-    protocol: AlignmentProtocol
+        error = std / len(values) ** 0.5
+        return cls(mean=values.mean().item(), std=std, standard_error=error, items=len(values), protocol=protocol)
 
 
 # Sampling: routing, trajectories, cost
@@ -247,31 +179,22 @@ class TrainingCost(ComputeSpec):
     """Estimated memory of the largest job, in one process."""
 
 
-class ForwardCost(Content):
-    """The counted cost of sampling one image."""
+class SamplingCost(Content):
+    """The cost of sampling one image: counted, planned and timed."""
 
     network_evaluations: float
     flops: float
     weights_bytes: int
+    memory_bytes: int | None = None
+    """Planned memory of one batch."""
+    seconds: float | None = None
 
 
-class MemoryPlan(Content):
-    """The memory plan of sampling."""
-
-    memory_bytes: int
-
-
-class SamplingCost(ForwardCost, MemoryPlan):
-    """The cost of sampling one image: counted, planned and timed."""
-
-    seconds: float
-
-
-# Held-out errors
+# Validation errors
 
 
 class ErrorMatrix(Content):
-    """The error of each expert (column) on each cluster (row); None for a cluster without held-out images."""
+    """The error of each expert (column) on each cluster (row); None for a cluster without validation images."""
 
     experts: tuple[int, ...]
     mean: Matrix
@@ -287,14 +210,6 @@ class RouterMetrics(Content):
     calibration_error: Summary
 
 
-class RouterChoice(Content):
-    """The router's first choice among the experts, and their errors."""
-
-    is_best_share: Summary
-    chosen_error: Summary
-    others_error: Summary
-
-
 class ExpertDiagnostics(Content):
     """The errors of the experts and of their mixtures."""
 
@@ -306,15 +221,22 @@ class ExpertDiagnostics(Content):
     other_clusters_error: Summary | None = None
     disagreement_of_top_2_degrees: Summary | None = None
     router: RouterMetrics | None = None
-    router_choice: RouterChoice | None = None
+    router_choice_is_best: Summary | None = None
+    """How often the most probable expert has the smallest error."""
+    router_choice_error: Summary | None = None
+    """Error of the most probable expert."""
+    router_others_error: Summary | None = None
+    """Mean error of the other experts."""
     nearest: RouterMetrics | None = None
     """The same metrics for the routing `nearest`, whose probabilities come from the densities of the clusters."""
 
 
 class Diagnostics(Content):
-    """The errors of all models on the same held-out images."""
+    """The errors of all models on the same validation images."""
 
-    protocol: DiagnosticsProtocol
+    num_images: int
+    """Over all clusters. Each image is noised once in every time bin."""
+    seed: int
     experts: ExpertDiagnostics | None = None
     dense: dict[str, Summary]
 
@@ -331,16 +253,14 @@ class ModelResult(Content):
     training: TrainingCost
     metrics: dict[str, Metrics] = Field(default_factory=dict)
     """By feature network."""
-    alignment: Alignment | None = None
-    diversity: Diversity | None = None
+    alignment: Spread | None = None
+    """Cosine between images and their prompts, over images."""
+    diversity: Spread | None = None
+    """Distance between images of one prompt, over prompts."""
     expert_use: ExpertUse | None = None
+    """Only for several experts."""
     sampling: SamplingCost | None = None
     trajectory: Trajectory | None = None
-
-    @model_serializer(mode="wrap")
-    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        # null: the model was sampled and has no experts to choose from. No key: it was not sampled.
-        return {**({"expert_use": None} if self.sampling else {}), **write(self)}
 
 
 class EvaluationResult(Content):
@@ -352,7 +272,7 @@ class EvaluationResult(Content):
     diagnostics: Diagnostics | None = None
 
     @property
-    def protocol(self) -> SampleProtocol | None:
+    def protocol(self) -> Protocol | None:
         """Return how the images were generated; None if no images were generated."""
         sets = (one for model in self.models for one in (*model.metrics.values(), model.diversity) if one)
         return next((one.protocol for one in sets), None)
@@ -362,7 +282,7 @@ class EvaluationResult(Content):
         return next(model.metrics[extractor] for model in self.models if extractor in model.metrics)
 
     @property
-    def diversity(self) -> Diversity | None:
+    def diversity(self) -> Spread | None:
         """Return the diversity of the first model, if it was measured."""
         return next((model.diversity for model in self.models if model.diversity), None)
 
@@ -371,8 +291,8 @@ class EvaluationResult(Content):
         """Return the names of the feature networks."""
         return list(dict.fromkeys(name for model in self.models for name in model.metrics))
 
-    def held_out_error(self, model: ModelResult) -> Summary | None:
-        """Return the error of a model on held-out images; None if it was not measured."""
+    def validation_error(self, model: ModelResult) -> Summary | None:
+        """Return the error of a model on validation images; None if it was not measured."""
         found = self.diagnostics
         if model.routing and found and found.experts:
             return found.experts.velocity_error.get(model.routing)

@@ -50,21 +50,21 @@ class NumberTable:
     rows: tuple[tuple[ModelResult | Baseline, tuple[Number, ...]], ...]
 
 
-Rows = list[tuple[ModelResult | Baseline, dict[str, Number]]]
+ModelRows = list[tuple[ModelResult | Baseline, dict[str, Number]]]
 
 
 def tables(result: EvaluationResult) -> list[NumberTable]:
     """Return quality (one table for each feature network), sampling and costs of all models."""
     found = []
     for extractor in result.extractors:
-        rows: Rows = []
+        rows: ModelRows = []
         # Only the Frechet distance in Inception features is called FID.
         frechet = "FID" if extractor.startswith("inception") else "Frechet distance"
         for model in result.models:
             metrics = model.metrics[extractor]
             near = metrics.precision_recall
             quality = {
-                frechet: number(metrics.frechet.value, "{:.2f}"),
+                frechet: number(metrics.frechet, "{:.2f}"),
                 "KID × 1000": number(metrics.kid.value, kid, metrics.kid.standard_error),
                 "precision": number(near.precision),
                 "recall": number(near.recall),
@@ -74,12 +74,12 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
             rows.append((model, quality))
         # The baseline depends on the real images and the number of generated ones, so any model's serves.
         real = metrics.real_baseline
-        baseline = number(real.kid, kid, real.kid_standard_error)
+        baseline = number(real.kid.value, kid, real.kid.standard_error)
         rows.append((real, {frechet: number(real.frechet, "{:.2f}"), "KID × 1000": baseline}))
         found.append(_table(f"Generated vs real images, {extractor} features", rows))
-    sampling: Rows = []
-    trained: Rows = []
-    sampled: Rows = []
+    sampling: ModelRows = []
+    trained: ModelRows = []
+    sampled: ModelRows = []
     for model in result.models:
         generated, training, image = {}, model.training, model.sampling
         if model.diversity:
@@ -90,8 +90,8 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
             generated["refinement"] = number(model.trajectory.refinement, "{:.4f}")
         if model.expert_use:
             generated["experts per step"] = number(model.expert_use.mean_active, "{:.2f}")
-        if error := result.held_out_error(model):
-            generated["held-out error"] = number(error.mean)
+        if error := result.validation_error(model):
+            generated["validation error"] = number(error.mean)
         sampling.append((model, generated))
         cost = {
             "parameters": number(training.parameters, lambda count: f"{count / 1e6:.1f} M"),
@@ -113,7 +113,7 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
     return [table for table in found if table.columns]
 
 
-def _table(title: str, rows: Rows) -> NumberTable:
+def _table(title: str, rows: ModelRows) -> NumberTable:
     """Arrange numbers in a table, without the columns that were not measured."""
     names = {name: None for _, row in rows for name, cell in row.items() if cell.value is not None}
     cells = tuple((about, tuple(row.get(name, number(None)) for name in names)) for about, row in rows)
@@ -137,13 +137,13 @@ def show(result: EvaluationResult) -> None:
     if experts := diagnostics.experts:
         errors |= {f"experts {routing}": error for routing, error in experts.velocity_error.items()}
         errors |= {"own cluster error": experts.own_cluster_error, "other clusters error": experts.other_clusters_error}
-    console.print(_by_time("held-out velocity error", errors | diagnostics.dense))
+    console.print(_by_time("validation velocity error", errors | diagnostics.dense))
     if experts and (router := experts.router):
         rows = {
             "accuracy": router.accuracy,
             "confidence": router.confidence,
             "calibration error": router.calibration_error,
-            "top-1 is best expert": experts.router_choice.is_best_share if experts.router_choice else None,
+            "top-1 is best expert": experts.router_choice_is_best,
             "mean angle, degrees": experts.disagreement_degrees,
             "top-2 angle, degrees": experts.disagreement_of_top_2_degrees,
         }

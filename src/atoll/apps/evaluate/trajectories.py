@@ -1,8 +1,8 @@
 """Sampling trajectories: which expert leads, how close the estimate is to its data, and the effect of finer steps."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.apps.evaluate.generated import GeneratedSet, Prompts
-from atoll.apps.evaluate.results import ExpertUse, Trajectory
+from atoll.apps.evaluate.generated import Prompts
+from atoll.apps.evaluate.results import Trajectory
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
-from atoll.ensemble import RoutingState, Sampler, SamplerState, Settings
+from atoll.data.density import resized
+from atoll.ensemble import RoutingState, Sampler, SamplerState, SampleSettings
 from atoll.ensemble.routing import Decision
 from atoll.experts.batch_conditions import BatchConditions
-from atoll.experts.density import resized
 from atoll.flow import rng
 
 # An arbitrary number that no other random stream uses. Changing it changes the initial noise.
@@ -31,7 +31,7 @@ LATENTS_PER_CLUSTER = 512
 def cluster_latents(run: Path, clusters: int, size: Size) -> list[Tensor]:
     """Return some training latents of every cluster, evenly spread over its shards, each (N, C·H·W).
 
-    They are those of one size; a cluster without images of that size has all of its latents resized to it.
+    All latents have one size; those of a cluster without images of this size are resized.
     """
     found = []
     for cluster in range(clusters):
@@ -52,48 +52,26 @@ def nearest_distances(x0: Tensor, clusters: list[Tensor]) -> Tensor:
     return torch.stack(distances, 1) / math.sqrt(flat.shape[1])
 
 
-@dataclass
-class _Record:
-    """The distances at each evaluation of the velocity: one value for each image, in the order of sizes."""
-
-    t: list[float] = field(default_factory=list)
-    chosen: list[Tensor] = field(default_factory=list)
-    others: list[Tensor] = field(default_factory=list)
-    closest: list[Tensor] = field(default_factory=list)
-
-    def add(self, t: float, distances: Tensor, lead: Tensor) -> None:
-        """Add the distances (N, clusters) of the estimates; `lead` (N,) is the cluster of the leading expert."""
-        chosen = distances.gather(1, lead[:, None])[:, 0]
-        self.t.append(t)
-        self.chosen.append(chosen)
-        self.others.append((distances.sum(1) - chosen) / (distances.shape[1] - 1))
-        self.closest.append((distances.argmin(1) == lead).float())
-
-
-def _joined(records: Sequence[_Record]) -> dict[str, list[float]]:
-    """Return the fields of a `Trajectory`: means over the images of all sizes; empty if nothing was recorded."""
-    names = ("distance_to_chosen_cluster", "distance_to_other_clusters", "chosen_is_closest_share")
-    found = {"t": records[0].t}
-    for name, key in zip(names, ("chosen", "others", "closest"), strict=True):
-        steps = zip(*(getattr(record, key) for record in records), strict=True)
-        found[name] = [torch.cat(parts).mean().item() for parts in steps]
-    return found if records[0].t else {}
+Record = list[tuple[float, Tensor, Tensor, Tensor]]
+"""At each evaluation: t and, for each image (N,), the distance to the leading cluster, the mean distance to the
+other clusters, and whether the leading one is the closest."""
 
 
 @torch.no_grad()
 def follow(
-    model: Sampler, prompts: Prompts, settings: Settings, *, clusters: Callable[[Size], list[Tensor]], label: str
+    model: Sampler, prompts: Prompts, settings: SampleSettings, *, clusters: Callable[[Size], list[Tensor]], label: str
 ) -> Trajectory:
     """Sample with N and with 2 N steps from the same noise. `clusters` returns the `cluster_latents` of a size.
 
     `refinement` is the mean over images of |x_N - x_2N| / |x_2N|, the relative change of the final latent. With several
     experts, the distances of the estimate of x0 to the clusters are recorded at every evaluation with N steps.
     """
-    groups, records, changes, first = prompts.by_size(), [], [], 0
+    groups, changes, first = prompts.by_size(), [], 0
+    records: list[Record] = []
     finer = replace(settings, steps=2 * settings.steps)
     with progress(f"trajectories of {label}", 3 * len(groups) * settings.steps, unit="steps") as bar:
         for given, rows in groups.items():
-            size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), _Record()
+            size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), Record()
             shape = (len(own), model.ensemble.shape[0], size.height, size.width)
             noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=first).to(model.ensemble.device)
             near = clusters(size)
@@ -102,58 +80,49 @@ def follow(
             changes.append((coarse - fine).flatten(1).norm(dim=1) / fine.flatten(1).norm(dim=1))
             records.append(record)
             first += len(own)
+    # Means over the images of all sizes, at each evaluation
+    names = ("distance_to_chosen_cluster", "distance_to_other_clusters", "chosen_is_closest_share")
+    series: dict[str, list[float]] = {}
+    for evaluation in zip(*records, strict=True):
+        series.setdefault("t", []).append(evaluation[0][0])
+        for number, name in enumerate(names, 1):
+            joined = torch.cat([values[number] for values in evaluation])
+            series.setdefault(name, []).append(joined.mean().item())
     change = torch.cat(changes)
     return Trajectory(
         refinement=change.mean().item(),
         refinement_std=change.std().item() if len(change) > 1 else 0.0,
         num_trajectories=len(prompts),
         steps=(settings.steps, 2 * settings.steps),
-        **_joined(records),
+        **series,
     )
 
 
 def _solve(
     sampler: Sampler,
     prompts: Prompts,
-    settings: Settings,
+    settings: SampleSettings,
     *,
     noise: Tensor,
     bar: Any,
-    record: _Record | None,
+    record: Record | None,
     clusters: list[Tensor],
 ) -> Tensor:
     ensemble = sampler.ensemble
     condition = sampler.encode(prompts.captions, prompts.labels if "label" in ensemble.conditioning else None)
-    rows = torch.arange(len(prompts))
-    decisions: list[Decision] = []
-    state = SamplerState(
-        noise,
-        BatchConditions.of(condition, rows),
-        RoutingState(settings.seed, trace=decisions),
-        torch.tensor(prompts.clusters),
-    )
-    cluster_of = torch.tensor([expert.clusters[0] for expert in ensemble.experts])
+    conditions, decisions = BatchConditions.of(condition, torch.arange(len(prompts))), list[Decision]()
+    routing = RoutingState(settings.seed, trace=decisions)
+    state = SamplerState(noise, conditions, routing, torch.tensor(prompts.clusters))
+    cluster_of = torch.tensor([expert.clusters[0] for expert in ensemble.declarations])
 
     def record_estimate(x: Tensor, t: float, v: Tensor) -> None:
         if record is not None and len(cluster_of) > 1 and len(clusters) > 1:
             lead = cluster_of[decisions[-1].weights.argmax(1)]
             # On the linear path x_t = (1 - t) x0 + t eps and v = eps - x0, so x0 = x_t - t v.
-            record.add(t, nearest_distances(x - t * v, clusters).cpu(), lead)
+            distances = nearest_distances(x - t * v, clusters).cpu()
+            chosen = distances.gather(1, lead[:, None])[:, 0]
+            others = (distances.sum(1) - chosen) / (distances.shape[1] - 1)
+            record.append((t, chosen, others, (distances.argmin(1) == lead).float()))
         bar.update(1)
 
     return sampler.run(state, settings, on_velocity=record_estimate)
-
-
-def expert_use(images: GeneratedSet) -> ExpertUse | None:
-    """Return the use of the experts in a set of generated images; None for a dense model."""
-    use = images.use()
-    if use is None:
-        return None
-    return ExpertUse(
-        t=use["t"].tolist(),
-        weight=use["weights"].tolist(),
-        lead_share=use["lead"].tolist(),
-        active=use["active"].tolist(),
-        mean_lead_share=use["lead"].mean(0).tolist(),
-        mean_active=use["active"].mean().item(),
-    )

@@ -1,4 +1,5 @@
 """Launchers run all remaining jobs of a run on this machine, on Slurm or on Ray, behind one small interface.
 
-`plan` lists the jobs of a run, `supervisor` runs one of them under any launcher, and `launch` combines both.
+Read `steps` (the jobs of a run and their dependencies), `launcher` (the interface), `local`, `slurm` and `ray`, then
+`supervisor` (one attempt at a job, under any launcher) and `launch` (the verb).
 """

@@ -11,14 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from atoll.apps.launch.base import LaunchSettings
 from atoll.apps.launch.launch import submit
+from atoll.apps.launch.launcher import LaunchSettings
 from atoll.apps.launch.local import Local, cores
-from atoll.apps.launch.plan import Kind, LaunchRequest
+from atoll.apps.launch.steps import GroupKind, LaunchRequest
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.config import Config
-from atoll.core.config_yaml import to_yaml
+from atoll.core.config import Config, to_yaml
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.presets import PRESETS
@@ -28,7 +27,7 @@ MINUTES = 15.0
 """Minutes that the demo takes with the images of the preset."""
 OVERHEAD_MINUTES = 4.0
 """Minutes of these that are not training: preparation, evaluation, report."""
-JOBS: tuple[Kind, ...] = ("experts", "router", "monolith")
+JOBS: tuple[GroupKind, ...] = ("experts", "router", "monolith")
 # Scale 1 turns guidance off: networks that memorize a small training set do not need it, and it would double the cost
 # of sampling.
 GUIDANCE, STEPS = 1.0, 25
@@ -38,7 +37,7 @@ PROMPTS = (
     *("grinning face", "smiling face with sunglasses", "pig face", "flag of Bolivia", "flag of Brazil", "blue heart"),
     *("red apple", "panda", "cactus", "grimacing face", "flag of Italy", "grey heart"),
 )
-"""Prompts of the report: captions of training images, and three held-out captions at the end."""
+"""Prompts of the report: captions of training images, and three validation captions at the end."""
 
 
 def scaled(minutes: float) -> Config:
@@ -104,10 +103,8 @@ def train(run: Path, config: Config) -> None:
     # Networks this small gain little from a second thread, so parallel jobs finish sooner.
     slots = cores()
     print(f"$ atoll launch {run} --jobs {' '.join(JOBS)} --max-parallel {slots}", flush=True)
-    run = run.resolve()
-    found = submit(
-        Local(LaunchSettings(run, config.island, max_parallel=slots)), run, config, request=LaunchRequest(JOBS)
-    )
+    settings = LaunchSettings(run.resolve(), config.island, max_parallel=slots)
+    found = submit(Local(settings), config, LaunchRequest(JOBS))
     if found.active_elsewhere:
         raise AtollError(
             f"another launch trains {', '.join(found.active_elsewhere)}; run the demo again when it has ended"

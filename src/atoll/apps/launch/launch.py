@@ -2,14 +2,14 @@
 
 import fcntl
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from atoll.apps.launch.base import Launcher, LaunchSettings, logs_of
-from atoll.apps.launch.plan import Group, LaunchRequest, missing_groups, with_flops
+from atoll.apps.launch.launcher import Launcher, LaunchSettings
+from atoll.apps.launch.local import Local
+from atoll.apps.launch.ray import Ray
+from atoll.apps.launch.slurm import Slurm
+from atoll.apps.launch.steps import Group, LaunchRequest, missing_groups, with_flops
 from atoll.apps.launch.supervisor import is_dead
 from atoll.apps.share.lease_records import list_leases
 from atoll.apps.share.store import Store
@@ -17,28 +17,30 @@ from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
-Engine = Literal["local", "slurm", "ray"]
+LAUNCHERS: dict[str, Callable[[LaunchSettings], Launcher]] = {"local": Local, "slurm": Slurm, "ray": Ray}
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchState:
     """The state of a run at launch: unfinished groups, and the steps that are running here or elsewhere."""
 
-    launcher: Launcher
     groups: list[Group]
     active_here: dict[str, str]
     active_elsewhere: dict[str, str]
 
     @property
+    def running(self) -> dict[str, str]:
+        """All queued and running steps, each with its submission or holder."""
+        return {**self.active_elsewhere, **self.active_here}
+
+    @property
     def to_submit(self) -> list[Group]:
         """The groups to submit now."""
-        running = {*self.active_here, *self.active_elsewhere}
-        blocked = self.blocked
         found = []
         for group in self.groups:
-            names = {step.name for step in group.steps} - running
-            if names and group.name not in blocked:
-                found.append(group.only(names))
+            steps = tuple(step for step in group.steps if step.name not in self.running)
+            if steps and group.name not in self.blocked:
+                found.append(replace(group, steps=steps))
         return found
 
     @property
@@ -50,10 +52,8 @@ class Launch:
         blocked: dict[str, str] = {}
         for group in self.groups:
             for need in self.groups:
-                if need.name not in group.needs:
-                    continue
                 busy = [step.name for step in need.steps if step.name in self.active_elsewhere]
-                if busy or need.name in blocked:
+                if need.name in group.needs and (busy or need.name in blocked):
                     blocked[group.name] = ", ".join(busy) or blocked[need.name]
         return blocked
 
@@ -66,23 +66,9 @@ class Launch:
         }
 
 
-def open_launcher(engine: Engine, settings: LaunchSettings) -> Launcher:
-    """Return a launcher by name."""
-    if engine == "local":
-        from atoll.apps.launch.local import Local
-
-        return Local(settings)
-    if engine == "slurm":
-        from atoll.apps.launch.slurm import Slurm
-
-        return Slurm(settings)
-    from atoll.apps.launch.ray import Ray
-
-    return Ray(settings)
-
-
-def inspect_run(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest) -> Launch:
+def inspect_run(launcher: Launcher, config: Config, request: LaunchRequest) -> LaunchState:
     """Return the unfinished groups, and which steps are in the queue of this launcher or under a lease elsewhere."""
+    run = launcher.settings.run
     groups = missing_groups(run, config, request)
     active_here = launcher.active_steps(groups)
     active_elsewhere = {
@@ -97,75 +83,51 @@ def inspect_run(launcher: Launcher, run: Path, config: Config, *, request: Launc
     # A foreground launcher cannot wait for steps of another process, so they count as running elsewhere.
     if launcher.foreground:
         active_here, active_elsewhere = {}, {**active_elsewhere, **active_here}
-    return Launch(launcher, groups, active_here, active_elsewhere)
+    return LaunchState(groups, active_here, active_elsewhere)
 
 
-def show(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest) -> str:
+def show(launcher: Launcher, config: Config, request: LaunchRequest) -> str:
     """Return the text of what a launch would submit; if the scheduler cannot be reached, assume an empty queue."""
     try:
-        found = inspect_run(launcher, run, config, request=request)
+        found = inspect_run(launcher, config, request)
     except AtollError as error:
         print(f"{error}\nassuming that nothing is queued:", file=sys.stderr, flush=True)
-        found = Launch(launcher, missing_groups(run, config, request), {}, {})
+        found = LaunchState(missing_groups(launcher.settings.run, config, request), {}, {})
     return launcher.show(found.to_submit, found.active)
 
 
-def submit(launcher: Launcher, run: Path, config: Config, *, request: LaunchRequest, wait: bool = False) -> Launch:
+def submit(launcher: Launcher, config: Config, request: LaunchRequest, *, wait: bool = False) -> LaunchState:
     """Submit all unfinished jobs. A lock makes concurrent launches of one run submit one after another.
 
     With `wait`, or if the launcher runs in the foreground, return when the jobs have ended, and raise an error if one
     of them is not finished.
     """
+    run = launcher.settings.run
     Store.open(run).probe()
-    with _alone(run):
-        launch = inspect_run(launcher, run, config, request=request)
-        if launch.to_submit:
+    (run / layout.LAUNCH).mkdir(exist_ok=True)
+    with (run / layout.LAUNCH / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        launch = inspect_run(launcher, config, request)
+        if groups := launch.to_submit:
             # Slurm and Ray choose the order themselves; only a launcher that starts the processes can choose it.
-            launcher.submit(
-                with_flops(run, config, launch.to_submit) if launcher.foreground else launch.to_submit, launch.active
-            )
-    for line in as_lines(launch):
+            launcher.submit(with_flops(run, config, groups) if launcher.foreground else groups, launch.active)
+    # What is not submitted, and why
+    lines = [f"{step}: already running ({submission})" for step, submission in launch.running.items()]
+    lines += [f"{group}: waits for {what}; launch again when it is done" for group, what in launch.blocked.items()]
+    for line in lines or ([] if launch.groups else ["all requested jobs are done"]):
         print(line, file=sys.stderr, flush=True)
     if not (wait or launcher.foreground):
         return launch
     launcher.wait(launch.groups)
-    submitted = {*names_of(launch.to_submit), *launch.active_here}
+    submitted = {*names_of(groups), *launch.active_here}
     if left := [name for name in names_of(missing_groups(run, config, request)) if name in submitted]:
         raise AtollError(
-            f"not finished: {', '.join(left)}; their logs are in {logs_of(run)}; run the same command again to resume"
+            f"not finished: {', '.join(left)}; their logs are in {run / layout.LAUNCH_LOGS}; run the same command "
+            "again to resume"
         )
     return launch
-
-
-def as_lines(launch: Launch) -> list[str]:
-    """Return lines for the terminal about running and blocked steps."""
-    lines = [
-        f"{step}: already running ({submission})"
-        for step, submission in {**launch.active_elsewhere, **launch.active_here}.items()
-    ]
-    lines += [f"{group}: waits for {what}; launch again when it is done" for group, what in launch.blocked.items()]
-    return lines or ([] if launch.groups else ["all requested jobs are done"])
-
-
-def as_dict(launch: Launch) -> dict[str, object]:
-    """Return submitted, running and blocked steps for JSON."""
-    return {
-        "submitted": names_of(launch.to_submit),
-        "running": {**launch.active_elsewhere, **launch.active_here},
-        "blocked": launch.blocked,
-    }
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
     """Return the names of the steps of some groups."""
     return [step.name for group in groups for step in group.steps]
-
-
-@contextmanager
-def _alone(run: Path) -> Iterator[None]:
-    """Hold the launch lock of a run."""
-    folder = run / layout.LAUNCH
-    folder.mkdir(exist_ok=True)
-    with (folder / ".lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

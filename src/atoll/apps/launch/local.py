@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TextIO
 from uuid import uuid4
 
-from atoll.apps.launch.base import RETRY_CODE, SUBMISSION_VARIABLE, LaunchSettings, as_shell
-from atoll.apps.launch.plan import Group, Step
+from atoll.apps.launch.launcher import RETRY_CODE, SUBMISSION_VARIABLE, Launcher
+from atoll.apps.launch.steps import Group, JobStep
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.metrics_file import last_line
@@ -36,23 +37,23 @@ class Running:
 
     process: subprocess.Popen[bytes]
     group: Group
-    step: Step
+    step: JobStep
     slot: int
     stop_sent: bool = False
     """Whether SIGTERM was sent to it."""
 
 
 @dataclass
-class Local:
+class Local(Launcher):
     """Runs up to `max_parallel` steps in parallel until none is left, in the foreground."""
 
-    settings: LaunchSettings
-    foreground: bool = True
+    foreground: ClassVar[bool] = True
     submission: str = field(default_factory=lambda: f"local-{uuid4().hex[:8]}")
     _groups: list[Group] = field(default_factory=list)
     _left: dict[str, set[str]] = field(default_factory=dict)
     _running: list[Running] = field(default_factory=list)
     _failed: list[str] = field(default_factory=list)
+    _list: TextIO | None = None
     _stop: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class Local:
         """Return the unfinished steps of other local launches. Each launch holds a lock on a file that lists them."""
         del groups
         found: dict[str, str] = {}
-        for file in self._list_folder.glob("*.json"):
+        for file in (self.settings.run / layout.LAUNCH_LISTS).glob("*.json"):
             with file.open("r", encoding="utf-8") as stream:
                 # The kernel releases a lock when its process dies, so a lock that can be taken means a dead launch.
                 try:
@@ -86,10 +87,6 @@ class Local:
                 except BlockingIOError:
                     found |= dict.fromkeys(json.load(stream), file.stem)
         return found
-
-    @property
-    def _list_folder(self) -> Path:
-        return self.settings.run / layout.LAUNCH_LISTS
 
     def show(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> str:
         """Return the commands with the environment variables that are set for them, as if all slots were free."""
@@ -100,7 +97,7 @@ class Local:
             for number, step in enumerate(group.steps):
                 environment = self.environment(group, number % self.max_parallel)
                 variables = " ".join(f"{key}={value}" for key, value in environment.items())
-                lines.append(f"{variables} {as_shell(self.settings.command(group, step))}")
+                lines.append(f"{variables} {shlex.join(self.settings.command(group, step))}")
         return "\n".join(lines)
 
     @property
@@ -110,11 +107,11 @@ class Local:
 
     def environment(self, group: Group, slot: int) -> dict[str, str]:
         """Return the environment variables of a step: its submission, threads and GPUs."""
-        threads = max(1, self.cores // self.settings.processes(group))
-        variables = {SUBMISSION_VARIABLE: self.submission, "OMP_NUM_THREADS": str(threads)}
+        _, processes, count = self.settings.shape(group)
+        variables = {SUBMISSION_VARIABLE: self.submission, "OMP_NUM_THREADS": str(max(1, self.cores // processes))}
         if self.settings.gpus_per_island:
             variable, names = visible_gpus()
-            first, count = slot * self.settings.gpus_per_island % len(names), self.settings.gpus(group)
+            first = slot * self.settings.gpus_per_island % len(names)
             variables[variable] = ",".join(names[first : first + count])
         return variables
 
@@ -123,8 +120,9 @@ class Local:
         del active
         self._groups = list(groups)
         self._left = {group.name: {step.name for step in group.steps} for group in groups}
-        self._list_folder.mkdir(parents=True, exist_ok=True)
-        self._list = (self._list_folder / f"{self.submission}.json").open("w", encoding="utf-8")
+        file = self.settings.run / layout.LAUNCH_LISTS / f"{self.submission}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._list = file.open("w", encoding="utf-8")
         fcntl.flock(self._list, fcntl.LOCK_EX)
         json.dump([step.name for group in groups for step in group.steps], self._list)
         self._list.flush()
@@ -132,10 +130,14 @@ class Local:
     def wait(self, groups: Sequence[Group]) -> None:
         """Run the submitted steps; on SIGINT or SIGTERM, stop after the running steps have saved."""
         del groups
-        if not self._groups:
+        if self._list is None:
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, lambda *_: self._request_stop()) for number in numbers}
+
+        def request_stop(*_: object) -> None:
+            self._stop = True
+            print("stopping: waiting for running jobs to save", file=sys.stderr, flush=True)
+
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         steps = [step for group in self._groups for step in group.steps]
         images = sum(step.images for step in steps)
         done, checked = self._done(steps), time.monotonic()
@@ -143,7 +145,10 @@ class Local:
             with progress("launch", images or len(steps), done, unit="images" if images else "jobs") as bar:
                 while self._running or self._startable():
                     self._start_ready()
-                    self._forward_stop()
+                    for running in self._running:
+                        if self._stop and not running.stop_sent:
+                            running.process.terminate()
+                            running.stop_sent = True
                     time.sleep(_PAUSE)
                     self._collect_ended()
                     if time.monotonic() - checked > _PROGRESS_SECONDS:
@@ -154,29 +159,18 @@ class Local:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            (self._list_folder / f"{self.submission}.json").unlink(missing_ok=True)
+            Path(self._list.name).unlink(missing_ok=True)
             self._list.close()
         if self._stop:
             raise AtollError("stopped; running jobs have saved their state; run the same command again to resume")
 
-    def _done(self, steps: Sequence[Step]) -> int:
+    def _done(self, steps: Sequence[JobStep]) -> int:
         """Return the images that all training jobs have seen; if there are none, the number of finished jobs."""
         if any(step.images for step in steps):
             return sum(images_seen(self.settings.run, step) for step in steps)
         return len(steps) - sum(map(len, self._left.values()))
 
-    def _request_stop(self) -> None:
-        self._stop = True
-        print("stopping: waiting for running jobs to save", file=sys.stderr, flush=True)
-
-    def _forward_stop(self) -> None:
-        """After a stop signal, send SIGTERM to each running process once."""
-        for running in self._running:
-            if self._stop and not running.stop_sent:
-                running.process.terminate()
-                running.stop_sent = True
-
-    def _startable(self) -> list[tuple[Group, Step]]:
+    def _startable(self) -> list[tuple[Group, JobStep]]:
         """Return the steps whose dependencies are done, the longest training job first; none after a stop signal."""
         # Longest processing time first is the classic heuristic for few slots: a long job that starts last would run
         # alone at the end.
@@ -220,11 +214,11 @@ class Local:
                 lines = [f"{running.step.name}: failed with code {code}", *text.splitlines()[-_LAST_LINES:]]
                 print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _log(self, step: Step) -> Path:
-        return self.settings.logs() / f"{step.name}.log"
+    def _log(self, step: JobStep) -> Path:
+        return self.settings.run / layout.LAUNCH_LOGS / f"{step.name}.log"
 
 
-def images_seen(run: Path, step: Step) -> int:
+def images_seen(run: Path, step: JobStep) -> int:
     """Return the number of images that a training job has seen, from its metrics.jsonl."""
     line = last_line(run / layout.metrics(step.name))
     return min(line.images, step.images) if line else 0

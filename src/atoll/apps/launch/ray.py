@@ -4,31 +4,32 @@ Later launches find the actor by its name and query the tasks that it has submit
 dependencies are done and a node has the resources, and restarts it elsewhere when the node or worker dies.
 """
 
-import hashlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from atoll.apps.launch.base import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, LaunchSettings, as_shell
-from atoll.apps.launch.plan import Group
+from atoll.apps.launch.launcher import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, Launcher
+from atoll.apps.launch.steps import Group
 from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 _NAMESPACE = "atoll"
-# Short compared with any job, long compared with one call of the actor (milliseconds).
-_POLL_SECONDS = 1.0
+_PAUSE = 1.0
+"""Seconds between two attempts; short compared with the start of a job."""
 
 
 @dataclass(frozen=True)
-class Task:
+class RayTask:
     """One step in plain values, which Ray can serialize."""
 
     name: str
@@ -42,32 +43,26 @@ class Task:
 
 
 @dataclass
-class Ray:
+class Ray(Launcher):
     """Submits to a running Ray cluster: the local one of `ray start`, or that at $RAY_ADDRESS."""
 
-    settings: LaunchSettings
-    foreground: bool = False
-    _ray: Any = field(default=None, repr=False)
-
-    @property
+    @cached_property
     def ray(self) -> Any:
         """The module `ray`, connected to the cluster."""
-        if self._ray is None:
-            try:
-                import ray
-            except ImportError as error:
-                raise AtollError("--on ray needs Ray: pip install 'atoll[ray]'") from error
+        try:
+            import ray
+
             if not ray.is_initialized():
-                try:
-                    ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
-                except ConnectionError as error:
-                    raise AtollError("no Ray cluster was found; start one with: ray start --head") from error
-            self._ray = ray
-        return self._ray
+                ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
+        except ImportError as error:
+            raise AtollError("--on ray needs Ray: pip install 'atoll[ray]'") from error
+        except ConnectionError as error:
+            raise AtollError("no Ray cluster was found; start one with: ray start --head") from error
+        return ray
 
     def _owner(self, create: bool) -> Any:
         """Return the actor of this run; if it does not exist, create it or return None."""
-        name = f"launch-{hashlib.sha256(str(self.settings.run).encode()).hexdigest()[:10]}"
+        name = f"launch-{self.run_id}"
         if not create:
             try:
                 return self.ray.get_actor(name, namespace=_NAMESPACE)
@@ -101,7 +96,7 @@ class Ray:
             after = f", after {', '.join(task.needs)}" if task.needs else ""
             lines.append(f"# {task.name}: {task.nodes} x {task.bundle}{after}")
             variables = " ".join(f"{key}={value}" for key, value in task.environment.items())
-            lines.append(f"{variables} {as_shell(task.command)}")
+            lines.append(f"{variables} {shlex.join(task.command)}")
         return "\n".join(lines)
 
     def submit(self, groups: Sequence[Group], active: Mapping[str, Sequence[str]]) -> None:
@@ -113,78 +108,71 @@ class Ray:
         for group in groups:
             print(f"{group.name}: {len(group.steps)} tasks", file=sys.stderr, flush=True)
 
-    def tasks(self, groups: Sequence[Group]) -> list[Task]:
+    def tasks(self, groups: Sequence[Group]) -> list[RayTask]:
         """Return the steps as tasks."""
-        settings, island = self.settings, self.settings.island
-        tasks = []
+        island, tasks = self.settings.island, []
         for group in groups:
+            nodes, processes, gpus = self.settings.shape(group)
             bundle = {"CPU": float(island.cores or 1), **island.resources}
-            bundle |= {"GPU": float(settings.gpus(group))} if settings.gpus(group) else {}
+            bundle |= {"GPU": float(gpus)} if gpus else {}
             bundle |= {"memory": island.memory_gb * 1024**3} if island.memory_gb else {}
-            threads = max(1, (island.cores or 1) // settings.processes(group))
+            threads = max(1, (island.cores or 1) // processes)
             for step in group.steps:
                 variables = {SUBMISSION_VARIABLE: f"ray-{uuid4().hex[:8]}", "OMP_NUM_THREADS": str(threads)}
-                command = settings.command(group, step)
-                tasks.append(
-                    Task(step.name, group.name, group.needs, command, variables, settings.nodes(group), bundle)
-                )
+                command = self.settings.command(group, step)
+                tasks.append(RayTask(step.name, group.name, group.needs, command, variables, nodes, bundle))
         return tasks
-
-    def wait(self, groups: Sequence[Group]) -> None:
-        """Wait until all steps have ended."""
-        while self.active_steps(groups):
-            time.sleep(_POLL_SECONDS)
 
 
 class TaskOwner:
     """The actor of a run: owns its tasks and reports which have ended."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, Task] = {}
-        self._refs: dict[str, ObjectRef] = {}
+        self._tasks: dict[str, tuple[RayTask, ObjectRef]] = {}
 
-    def submit(self, tasks: Sequence[Task]) -> None:
+    def submit(self, tasks: Sequence[RayTask]) -> None:
         """Submit tasks. Ray starts each after its dependencies, and cancels it if one of them fails."""
         import ray
 
         for task in tasks:
-            needs = [self._refs[name] for name, other in self._tasks.items() if other.group in task.needs]
+            needs = [reference for other, reference in self._tasks.values() if other.group in task.needs]
             options = {"num_cpus": 0.0} if task.nodes > 1 else as_options(task.bundle)
             work = ray.remote(run_on_nodes if task.nodes > 1 else run_on_one_node)
             # max_retries=-1: Ray restarts a task after any number of lost nodes. Failures of the command itself are
             # counted by the supervisor.
-            self._refs[task.name] = work.options(**options, max_retries=-1, name=task.name).remote(task, *needs)
-            self._tasks[task.name] = task
+            reference = work.options(**options, max_retries=-1, name=task.name).remote(task, *needs)
+            self._tasks[task.name] = task, reference
 
     def active(self) -> dict[str, str]:
         """Return the steps that have not ended, each with its submission."""
         import ray
 
-        names = list(self._refs)
-        _, waiting = ray.wait(list(self._refs.values()), num_returns=len(names), timeout=0) if names else ([], [])
+        references = [reference for _, reference in self._tasks.values()]
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         return {
-            name: self._tasks[name].environment[SUBMISSION_VARIABLE] for name in names if self._refs[name] in waiting
+            name: task.environment[SUBMISSION_VARIABLE]
+            for name, (task, reference) in self._tasks.items()
+            if reference in waiting
         }
 
 
-def run_on_one_node(task: Task, *needs: None) -> None:
+def attempt(task: RayTask, extra: Mapping[str, str]) -> bool:
+    """Run one attempt at a step; return whether the step is done. Raise an error if it failed permanently."""
+    code = subprocess.run(task.command, env={**os.environ, **task.environment, **extra}, check=False).returncode
+    # Of several nodes, the first one holds the lease and decides.
+    if code > 0 and code != RETRY_CODE and extra.get(NODE_VARIABLE, "0") == "0":
+        raise RuntimeError(f"{task.name} failed with code {code}")
+    return code == 0
+
+
+def run_on_one_node(task: RayTask, *needs: None) -> None:
     """Run a step on one node; the unused arguments make Ray wait for its dependencies."""
     del needs
-    run_attempts(task, {})
+    while not attempt(task, {}):
+        time.sleep(_PAUSE)
 
 
-def run_attempts(task: Task, extra: Mapping[str, str]) -> None:
-    """Repeat attempts at a step until it is done; raise an error if it failed permanently."""
-    while True:
-        code = subprocess.run(task.command, env={**os.environ, **task.environment, **extra}, check=False).returncode
-        if code == 0:
-            return
-        if code != RETRY_CODE and code > 0:
-            raise RuntimeError(f"{task.name} failed with code {code}")
-        time.sleep(_POLL_SECONDS)
-
-
-def run_on_nodes(task: Task, *needs: None) -> None:
+def run_on_nodes(task: RayTask, *needs: None) -> None:
     """Run a step on several nodes: the same command on each, with the rendezvous of torchrun on the first."""
     del needs
     import ray
@@ -199,11 +187,10 @@ def run_on_nodes(task: Task, *needs: None) -> None:
             options = as_options(task.bundle)
             endpoint = ray.get(ray.remote(free_endpoint).options(**options, scheduling_strategy=strategies[0]).remote())
             variables = {"PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": uuid4().hex}
-            attempt_task = ray.remote(run_one_attempt)
             parts = [
-                attempt_task.options(**options, scheduling_strategy=strategy, max_retries=0).remote(
-                    task, {**variables, NODE_VARIABLE: str(number)}
-                )
+                ray.remote(attempt)
+                .options(**options, scheduling_strategy=strategy, max_retries=0)
+                .remote(task, {**variables, NODE_VARIABLE: str(number)})
                 for number, strategy in enumerate(strategies)
             ]
             if ray.get(parts[0]):
@@ -214,14 +201,6 @@ def run_on_nodes(task: Task, *needs: None) -> None:
             print(f"{task.name}: a node was lost ({type(error).__name__}); starting again", flush=True)
         finally:
             remove_placement_group(group)  # also kills the processes that still run on these nodes
-
-
-def run_one_attempt(task: Task, extra: Mapping[str, str]) -> bool:
-    """Run one attempt on one of several nodes; return whether the step is done."""
-    code = subprocess.run(task.command, env={**os.environ, **task.environment, **extra}, check=False).returncode
-    if code > 0 and code != RETRY_CODE and extra[NODE_VARIABLE] == "0":
-        raise RuntimeError(f"{task.name} failed with code {code}")
-    return code == 0
 
 
 def free_endpoint() -> str:

@@ -25,11 +25,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
-from atoll.apps.launch.base import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, logs_of
-from atoll.apps.share.lease_records import LeaseStatus, State, get_lease
+from atoll.apps.launch.launcher import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE
+from atoll.apps.share.lease_records import LeaseState, LeaseStatus, get_lease
 from atoll.apps.share.leases import Lease, LeaseLost
 from atoll.apps.share.store import Store
 from atoll.core import layout
@@ -53,7 +52,7 @@ if hasattr(ctypes.CDLL(None), "prctl"):
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 """Wrapper that runs a command and, on Linux, sends it SIGTERM when the supervisor dies."""
-_ENDED: tuple[State, ...] = ("released", "failed", "refused", "done")
+_ENDED: tuple[LeaseState, ...] = ("released", "failed", "refused", "done")
 
 
 @dataclass
@@ -65,16 +64,26 @@ class Attempt:
     submission: str
     retries: int
     images: int
+    lease_seconds: float
     command: list[str]
     log: TextIO
-    lease_seconds: float = LEASE_SECONDS
 
     def execute(self) -> int:
         """Acquire the lease, run the command, and return the exit code for the launcher."""
-        stop = _stop_signals()
-        lease = self._acquire_lease(stop)
-        if lease is None:
-            return RETRY_CODE
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        # Wait for the lease until it is free, expired or held by a dead attempt.
+        store, lease, reported = Store.open(self.run), None, False
+        while lease is None:
+            if stop.is_set():
+                return RETRY_CODE
+            lease = try_lease(store, self.step, self.submission, duration=self.lease_seconds)
+            if lease is None:
+                if not reported and (held := get_lease(store, self.step)) is not None:
+                    self._log(f"{held.record.holder} is running {self.step}; waiting for it to finish or expire")
+                    reported = True
+                stop.wait(2)  # seconds; short compared with the start of a job
         try:
             with lease:
                 return self._run_command(lease, stop)
@@ -96,22 +105,14 @@ class Attempt:
         print(line, file=self.log, flush=True)
         print(line, flush=True)
 
-    def _acquire_lease(self, stop: threading.Event) -> Lease | None:
-        """Wait for the lease until it is free, expired or held by a dead attempt; return None after a stop signal."""
-        store, reported = Store.open(self.run), False
-        while not stop.is_set():
-            lease = try_lease(store, self.step, self.submission, duration=self.lease_seconds)
-            if lease is not None:
-                return lease
-            if not reported and (lease_status := get_lease(store, self.step)) is not None:
-                self._log(f"{lease_status.record.holder} is running {self.step}; waiting for it to finish or expire")
-                reported = True
-            stop.wait(2)  # seconds; short compared with the start of a job
-        return None
-
     def _run_command(self, lease: Lease, stop: threading.Event) -> int:
         kill_orphans(self.step_id)
-        failures, saved = self._read_failures()
+        # Failures of this submission since its newest checkpoint
+        failures, saved = 0, saved_images(self.run, self.step)
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            recorded = json.loads(self._failure_file.read_text(encoding="utf-8"))
+            if recorded["submission"] == self.submission and recorded["saved"] >= saved:
+                failures = recorded["failures"]
         if failures > self.retries:
             return self._fail(lease, 1, f"failed {failures} times without progress")
         self._write_failures(failures + 1, saved)  # in advance: after a kill nothing can be written
@@ -140,15 +141,6 @@ class Attempt:
         self._log(f"{self.step} failed: {why}; see {self.log.name}")
         lease.end("failed", why=f"{why}; see {self.log.name}", failures=lease.record.failures + 1)
         return code
-
-    def _read_failures(self) -> tuple[int, int]:
-        """Return the failures of this submission without progress, and the images of its newest checkpoint."""
-        saved = saved_images(self.run, self.step)
-        with suppress(FileNotFoundError, json.JSONDecodeError):
-            recorded = json.loads(self._failure_file.read_text(encoding="utf-8"))
-            if recorded["submission"] == self.submission and recorded["saved"] >= saved:
-                return recorded["failures"], saved
-        return 0, saved
 
     def _write_failures(self, failures: int, saved: int) -> None:
         content = to_json({"submission": self.submission, "failures": failures, "saved": saved})
@@ -223,21 +215,16 @@ def is_dead(lease_status: LeaseStatus, submission: str = "") -> bool:
     if len(parts) != 3:
         return False
     process, its_submission, its_machine = parts
+    if its_machine != machine_id() or not os.path.isdir("/proc/self"):
+        return its_submission == submission and lease_status.age > lease_status.record.duration / 2
     number = process.rpartition(":")[2]
-    if its_machine == machine_id() and os.path.isdir("/proc/self"):
-        return not is_alive(number)
-    return its_submission == submission and lease_status.age > lease_status.record.duration / 2
-
-
-def is_alive(process: str) -> bool:
-    """Return whether a process of this machine is running; zombies are not."""
-    if not (process.isascii() and process.isdigit()):
-        return False  # it comes from a lease record, which anybody may write: it must not become a path
+    if not (number.isascii() and number.isdigit()):
+        return True  # anybody may write a lease record: its text must not become a path
     try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in "ZX"
+        return True
+    return state in "ZX"  # a zombie
 
 
 def kill_orphans(step_id: str) -> None:
@@ -249,39 +236,25 @@ def kill_orphans(step_id: str) -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
-def _stop_signals() -> threading.Event:
-    """Return an event that SIGTERM, SIGUSR1 and SIGINT set."""
-    stop = threading.Event()
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, request_stop)
-    return stop
-
-
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Parse the command line and run one attempt."""
     parser = argparse.ArgumentParser(prog="python -m atoll.apps.launch.supervisor", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--step", required=True)
     parser.add_argument("--retries", type=int, default=3)
     parser.add_argument("--images", type=int, default=0)
-    parser.add_argument("--lease", type=float, default=LEASE_SECONDS)
+    parser.add_argument("--lease", dest="lease_seconds", type=float, default=LEASE_SECONDS)
     parser.add_argument("command", nargs="+")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     submission = os.environ.get(SUBMISSION_VARIABLE) or f"process-{os.getpid()}"
     os.environ[SUBMISSION_VARIABLE] = submission  # with it, `atoll train` takes no lease of its own
     if os.environ.get(NODE_VARIABLE, os.environ.get("SLURM_PROCID", "0")) != "0":
         # Another node than the first of an island: the first one holds the lease, this one only runs the command.
         os.execvp(given.command[0], given.command)
-    file = logs_of(given.run) / f"{given.step}.log"
+    file = given.run / layout.LAUNCH_LOGS / f"{given.step}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        work = (given.run, given.step, submission, given.retries, given.images, given.command, log)
-        return Attempt(*work, given.lease).execute()
+        return Attempt(submission=submission, log=log, **vars(given)).execute()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from atoll.apps.launch.base import SUBMISSION_VARIABLE
+from atoll.apps.launch.launcher import SUBMISSION_VARIABLE
 from atoll.apps.launch.supervisor import try_lease
 from atoll.apps.share.lease_records import MARGIN, get_lease
 from atoll.apps.share.leases import Lease, LeaseLost
@@ -51,7 +51,14 @@ def train_lease(spec: TrainSpec) -> Iterator[LeaseCallback | None]:
     store = Store.open(spec.run)
     lease = try_lease(store, spec.job, f"process-{os.getpid()}")
     if lease is None:
-        raise AtollError(_refusal(store, spec.job))
+        held = get_lease(store, spec.job)
+        if held is None:
+            raise AtollError(f"{spec.job}: another process has just begun to train it")
+        left = max(1.0, held.record.duration + MARGIN - held.age)
+        raise AtollError(
+            f"{spec.job} is being trained by {held.record.holder.partition(' ')[0]} ({held.record.images:,} images so "
+            f"far). If that process was killed, its lease ends in {left:.0f} s: run the command again then"
+        )
     with lease:
         try:
             yield LeaseCallback(lease, spec.settings.total_images)
@@ -62,15 +69,3 @@ def train_lease(spec: TrainSpec) -> Iterator[LeaseCallback | None]:
         made = spec.result.manifest()
         with suppress(LeaseLost):  # the result is committed
             lease.end("done", images=spec.settings.total_images, manifest=made.digest if made else None)
-
-
-def _refusal(store: Store, job: str) -> str:
-    lease_status = get_lease(store, job)
-    if lease_status is None:
-        return f"{job}: another process has just begun to train it"
-    record = lease_status.record
-    left = max(1.0, record.duration + MARGIN - lease_status.age)
-    return (
-        f"{job} is being trained by {record.holder.partition(' ')[0]} ({record.images:,} images so far). If that "
-        f"process was killed, its lease ends in {left:.0f} s: run the command again then"
-    )

@@ -10,15 +10,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from atoll.apps.models.fold import Change, FlowMatchingOptions, to_flow_matching
+from atoll.apps.models.fold import ConversionRow, FlowMatchingOptions, to_flow_matching
 from atoll.core.errors import AtollError, unknown
 from atoll.core.networks import CLASS_NAME, ConfigJson, DiTConfig, LatentScale, RouterConfig, read_network
 from atoll.core.version import __version__
 from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
 from atoll.nets.dit import DiT
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build
-from atoll.nets.layouts import LAYOUTS, Layout, check_fit, detect, read_weights, sha256, write_weights
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build, check_fit, read_weights, sha256, write_weights
+from atoll.nets.layouts import LAYOUTS, Layout, detect
 from atoll.nets.router import Router
 
 CONVERSION_FILE = "conversion.json"
@@ -29,14 +29,14 @@ TARGETS = ("atoll", "flow-matching", *LAYOUTS)
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignCheckpoint:
     """A checkpoint that was read and translated to the layout of Atoll."""
 
     file: Path
     layout: str
     config: DiTConfig | RouterConfig
     state: dict[str, Tensor]
-    changes: list[Change] = field(default_factory=list)
+    changes: list[ConversionRow] = field(default_factory=list)
     """Changes besides names: other conventions, and new tensors that the file lacks."""
 
     def network(self) -> DiT | Router:
@@ -54,7 +54,7 @@ class Conversion:
     source: dict[str, str]
     target: str
     options: FlowMatchingOptions | None
-    changes: list[Change]
+    changes: list[ConversionRow]
     metrics: dict[str, float]
     files: dict[str, str]
     atoll: str = __version__
@@ -62,24 +62,44 @@ class Conversion:
 
 def read_source(
     path: str | Path, heads: int | None = None, layout: str | None = None, *, num_classes: int | None = None
-) -> Source:
+) -> ForeignCheckpoint:
     """Read a checkpoint: a `.pt` or `.safetensors` file, or a folder with one and optionally a config.json.
 
     `layout` and `num_classes` are for files that do not determine them; they take precedence over config.json.
     """
-    path = Path(path)
-    file = _weights_in(path) if path.is_dir() else path
-    state = {name: _in_float32(tensor) for name, tensor in read_weights(file).items()}
+    # The file, and the config.json beside it.
+    file = Path(path)
+    if file.is_dir() and (file / WEIGHTS_FILE).is_file():
+        file = file / WEIGHTS_FILE
+    elif file.is_dir():
+        files = sorted(part for part in file.iterdir() if part.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+        if len(files) != 1:
+            names = ", ".join(part.name for part in files) or "none"
+            raise AtollError(f"{file}: expected one weight file, found {names}; give the path of the file")
+        file = files[0]
+    state = {name: part.float() if part.is_floating_point() else part for name, part in read_weights(file).items()}
     config_file = file.parent / CONFIG_FILE
     given = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     kind = given.get(CLASS_NAME)
+    # A network in the layout of Atoll.
     if kind in ("DiT", "Router"):
         if layout is not None or num_classes is not None:
             raise AtollError(f"{file} is in the layout of Atoll; omit --layout and --num-classes")
-        return _native(file, given, state)
+        with torch.device("meta"):
+            network = build(read_network(given))
+        assert isinstance(network, DiT | Router)
+        check_fit(state, network.state_dict(), f"the network of {config_file}")
+        return ForeignCheckpoint(file, "atoll", network.config, state)
+    # An expert that wraps a diffusers model: read the model, and the null condition as a DiT stores it.
     null: dict[str, Tensor] = {}
     if kind in KINDS:
-        given, state, null = _unwrap_expert(given, state, file)
+        inside = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+        if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
+            raise AtollError(f"{file}: a {kind} cannot be converted; supported layouts: {', '.join(LAYOUTS)}")
+        null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
+        # It was trained with Atoll, so the scale of the released networks of its layout does not apply.
+        state, given = inside, {NORMALIZATION: None, **given, CLASS_NAME: KINDS[kind].model_class}
+    # A network in the layout of others.
     if num_classes is not None:
         given = given | {"num_classes": num_classes}
     found = detect(state, layout or given.get("layout"), file.name)
@@ -90,21 +110,12 @@ def read_source(
             f"{file} or its config.json lacks {missing}, which the {found.title} layout needs"
         ) from missing
     config = replace(config, normalization=_normalization(file, given, found))
-    changes = _convention_changes(found) + _new_tensors(found, state, config)
-    return Source(file, found.name, config, found.to_native(state, config) | null, changes)
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _native(file: Path, given: ConfigJson, state: dict[str, Tensor]) -> Source:
-    """Return a network in the layout of Atoll, with its config.json."""
-    with torch.device("meta"):
-        network = build(read_network(given))
-    assert isinstance(network, DiT | Router)
-    check_fit(state, network.state_dict(), f"the network of {file.parent / CONFIG_FILE}")
-    return Source(file, "atoll", network.config, state)
+    changes = [ConversionRow("time and sign", "changed", 0, found.convention)] if found.convention else []
+    changes += [
+        ConversionRow(name, "new", tensor.numel() - (state[name].numel() if name in state else 0), note)
+        for name, (tensor, note) in found.complete(state, config).items()
+    ]
+    return ForeignCheckpoint(file, found.name, config, found.to_native(state, config) | null, changes)
 
 
 def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> LatentScale | None:
@@ -121,42 +132,6 @@ def _normalization(file: Path, given: Mapping[str, Any], found: Layout) -> Laten
     if (folder.parent / "model_index.json").is_file() and autoencoder.is_file():
         return LatentScale.of_autoencoder(json.loads(autoencoder.read_text(encoding="utf-8")), autoencoder)
     return found.normalization
-
-
-def _convention_changes(found: Layout) -> list[Change]:
-    return [Change("time and sign", "changed", 0, found.convention)] if found.convention else []
-
-
-def _new_tensors(found: Layout, state: dict[str, Tensor], config: Any) -> list[Change]:
-    """List the new tensors, or rows of tensors, that the network needs and the file lacks."""
-    return [
-        Change(name, "new", tensor.numel() - (state[name].numel() if name in state else 0), note)
-        for name, (tensor, note) in found.complete(state, config).items()
-    ]
-
-
-def _weights_in(folder: Path) -> Path:
-    if (folder / WEIGHTS_FILE).is_file():
-        return folder / WEIGHTS_FILE
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise AtollError(f"{folder}: expected one weight file, found {names}; give the path of the file")
-    return files[0]
-
-
-def _unwrap_expert(
-    given: ConfigJson, state: dict[str, Tensor], file: Path
-) -> tuple[ConfigJson, dict[str, Tensor], dict[str, Tensor]]:
-    """Return config and tensors of the diffusers model inside an expert, and its null condition as a DiT stores it."""
-    inside = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
-    expert = str(given[CLASS_NAME])
-    if not any(candidate.matches(inside) for candidate in LAYOUTS.values()):
-        raise AtollError(f"{file}: a {expert} cannot be converted; supported layouts: {', '.join(LAYOUTS)}")
-    null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
-    # It was trained with Atoll, so the scale of the released networks of its layout does not apply.
-    described = {NORMALIZATION: None, **given, CLASS_NAME: KINDS[expert].model_class}
-    return described, inside, null
 
 
 def convert(
@@ -177,18 +152,24 @@ def convert(
     if destination.exists() and any(destination.iterdir() if destination.is_dir() else [destination]) and not force:
         raise AtollError(f"{destination} exists and is not empty; choose another folder, or overwrite with --force")
     read = read_source(source, heads, layout, num_classes=num_classes)
-    options = options or FlowMatchingOptions()
-    if to == "flow-matching":
-        state, fields, changes, metrics = _flow_matching(read, options)
-    else:
+    options = (options or FlowMatchingOptions()) if to == "flow-matching" else None
+    metrics: dict[str, float] = {}
+    if options is None:
         state, fields, changes = _relayout(read, to)
-        metrics = {}
+    elif isinstance(read.config, DiTConfig):
+        state, config, changes, metrics = to_flow_matching(read.state, read.config, options)
+        fields = config.to_dict()
+        metrics["feature_error"] = feature_error(
+            read, ForeignCheckpoint(read.file, "atoll", config, state), options.time
+        )
+    else:
+        raise AtollError(f"{read.file} holds a router; only experts can be converted to flow matching")
     write_weights(state, destination / WEIGHTS_FILE)
     (destination / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     conversion = Conversion(
         source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
         target=to,
-        options=options if to == "flow-matching" else None,
+        options=options,
         changes=changes + read.changes,
         metrics=metrics,
         files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
@@ -197,12 +178,12 @@ def convert(
     return conversion
 
 
-def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, list[Change]]:
+def _relayout(source: ForeignCheckpoint, to: str) -> tuple[dict[str, Tensor], ConfigJson, list[ConversionRow]]:
     """Translate a network to another layout; list what the layout cannot represent."""
     total = sum(tensor.numel() for tensor in source.state.values())
     total -= sum(change.parameters for change in source.changes if change.action == "new")
     if to == "atoll":
-        changes = [Change("all tensors", "renamed", total, f"from {source.layout}")]
+        changes = [ConversionRow("all tensors", "renamed", total, f"from {source.layout}")]
         return source.state, source.config.to_dict(), changes
     chosen = LAYOUTS[to]
     if (chosen.build is Router) != isinstance(source.config, RouterConfig):
@@ -211,40 +192,29 @@ def _relayout(source: Source, to: str) -> tuple[dict[str, Tensor], ConfigJson, l
     foreign, fields = chosen.from_native(source.state, source.config), chosen.write_config(source.config)
     left = chosen.unsupported_tensors(source.state, source.config)
     gone = sum(source.state[name].numel() for name in left)
-    changes = [Change("all tensors of the layout", "renamed", total - gone, f"{source.layout} to {to}")]
+    changes = [ConversionRow("all tensors of the layout", "renamed", total - gone, f"{source.layout} to {to}")]
     if left:
-        changes.append(Change(", ".join(left), "omitted", gone, f"not part of the {chosen.title} layout"))
+        changes.append(ConversionRow(", ".join(left), "omitted", gone, f"not part of the {chosen.title} layout"))
     scale = source.config.normalization
-    # Write the scale only if it differs from that of the layout, which is the default when the file is read again.
+    # Write the scale only if it differs from the layout's, which is the default when the file is read again.
     if scale != chosen.normalization:
         fields[NORMALIZATION] = None if scale is None else asdict(scale)
-    target = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale)
-    changes += _convention_changes(chosen) + _differences(source.config.to_dict(), target.to_dict(), chosen.title)
+    if chosen.convention:
+        changes.append(ConversionRow("time and sign", "changed", 0, chosen.convention))
+    # Settings that the layout fixes to other values: equal weights, slightly different arithmetic.
+    target = replace(chosen.read_config(foreign, fields, source.config.heads), normalization=scale).to_dict()
+    changes += [
+        ConversionRow(name, "changed", 0, f"{own} here, {target[name]} in {chosen.title}: outputs differ slightly")
+        for name, own in source.config.to_dict().items()
+        if own != target[name]
+    ]
     return foreign, fields, changes
 
 
-def _differences(here: Mapping[str, Any], target: Mapping[str, Any], title: str) -> list[Change]:
-    """List settings that the target layout fixes to other values: equal weights, slightly different arithmetic."""
-    return [
-        Change(name, "changed", 0, f"{here[name]} here, {target[name]} in {title}: outputs differ slightly")
-        for name in here
-        if here[name] != target[name]
-    ]
-
-
-def _flow_matching(
-    source: Source, options: FlowMatchingOptions
-) -> tuple[dict[str, Tensor], ConfigJson, list[Change], dict[str, float]]:
-    if not isinstance(source.config, DiTConfig):
-        raise AtollError(f"{source.file} holds a router; only experts can be converted to flow matching")
-    state, config, changes, metrics = to_flow_matching(source.state, source.config, options)
-    converted = Source(source.file, "atoll", config, state)
-    metrics["feature_error"] = feature_error(source, converted, options.time)
-    return state, config.to_dict(), changes, metrics
-
-
 @torch.no_grad()
-def feature_error(source: Source, converted: Source, time: Literal["steps", "snr", "same"] = "same") -> float:
+def feature_error(
+    source: ForeignCheckpoint, converted: ForeignCheckpoint, time: Literal["steps", "snr", "same"] = "same"
+) -> float:
     """Return the relative difference of the inputs of the final layer, for noise at four timesteps, unconditioned."""
     before, after = source.network(), converted.network()
     assert isinstance(before, DiT)
@@ -261,13 +231,8 @@ def feature_error(source: Source, converted: Source, time: Literal["steps", "snr
 
 def as_table(conversion: Conversion, source: Path, destination: Path) -> Table:
     """Return the report of a conversion as a table for the terminal."""
-    table = Table(
-        "item",
-        "action",
-        "parameters",
-        "note",
-        title=f"{source} ({conversion.source['layout']}) to {destination} ({conversion.target})",
-    )
+    title = f"{source} ({conversion.source['layout']}) to {destination} ({conversion.target})"
+    table = Table("item", "action", "parameters", "note", title=title)
     for change in conversion.changes:
         table.add_row(change.item, change.action, f"{change.parameters:,}", change.note)
     if "feature_error" in conversion.metrics:

@@ -2,33 +2,49 @@
 
 DST/
     model_index.json       the components: AtollPipeline
-    expert_0/ …, router/   networks with their declarations (atoll.experts.stored)
+    expert_0/ …, router/   networks with their declarations (atoll.experts.network_folder)
     vae/, text_encoder/, tokenizer/, scheduler/
     root/, snapshot/       of a shared run: its root and its signed snapshot (verify/trust.py), and
                            expert_0/manifest.json and so on: the manifest of each network, which the snapshot lists
     manifest.json          SHA-256 of every file above
     README.md              the model card; not hashed, because people edit it
+
+Experts that are adapters of a base network are written as adapters, in the files of peft and of diffusers:
+
+DST/
+    adapters.json          the base by name and fingerprint, and the experts
+    expert_0/ …            adapter_config.json and adapter_model.safetensors: PeftModel.from_pretrained(network, folder)
+                           pytorch_lora_weights.safetensors: pipe.load_lora_weights(folder)
+                           declaration.json and cluster.safetensors, as above
+    router/, manifest.json, README.md
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
+from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
+from atoll.core.networks import BaseConfig
 from atoll.core.progress import progress
+from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Codec
-from atoll.encoders.hub import public_name
-from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.loading import load
-from atoll.ensemble.sampler import Sampler
-from atoll.experts import stored
-from atoll.experts.density import DENSITY_FILE
-from atoll.experts.folder import (
+from atoll.encoders.base_pipeline import BaseName
+from atoll.encoders.hub import LOCAL, public_name
+from atoll.ensemble.sampler import Sampler, load
+from atoll.experts import network_folder
+from atoll.experts.expert import ModelReference
+from atoll.experts.pipeline_folder import (
     COMPONENTS,
     EXPERT_CLASS,
     INDEX_FILE,
@@ -36,19 +52,27 @@ from atoll.experts.folder import (
     ROUTER_CLASS,
     remove_source_paths,
 )
+from atoll.experts.run import open_run
+from atoll.nets.io import read_files, write_weights
 from atoll.verify.local_trust import copy_trust, open_network
 from atoll.verify.verified_files import VerifiedFiles
 
 
 def export(run: Path, destination: Path, model: str = "experts", *, license: str | None = None) -> Manifest:
     """Write a model of a run. A finished export is left as it is; a folder with other content is an error."""
+    if (run / layout.CONFIG_FILE).is_file():
+        opened = open_run(run, model, strict=True, find_base=False)
+        if isinstance(opened.experts[0].declaration.network, BaseConfig):
+            return _export_adapters(run, destination, model, opened, license)
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
-    trained = _trained(run, ensemble)
-    destination = destination.resolve()
-    artifact = Artifact(destination.parent, destination.name)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun():
-        raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
+    # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
+    # second expert on exempts a model of one network.
+    if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
+        raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
+    trained = _verified(run, [expert.name for expert in ensemble.declarations], router=ensemble.router is not None)
+    artifact = _folder(run, destination)
+    destination = artifact.folder
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(artifact, sampler, trained)
@@ -66,17 +90,22 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
     return manifest
 
 
-def _trained(run: Path, ensemble: Ensemble) -> dict[str, Manifest]:
-    """Return the manifests of all networks, and verify their files."""
-    # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
-    # second expert on exempts a model of one network.
-    if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
-        raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
-    kinds: dict[str, Kind[Any]] = {expert.name: EXPERT for expert in ensemble.experts}
-    if ensemble.router is not None:
-        kinds[layout.ROUTER] = ROUTER
-    artifacts = {job: Artifact(run, layout.final(job)) for job in kinds}
-    return {job: open_network(artifacts[job], kind, verify=True)[0] for job, kind in kinds.items()}
+def _verified(run: Path, experts: Sequence[str], *, router: bool) -> dict[str, Manifest]:
+    """Read the manifests of all networks by their jobs, and verify their files."""
+    kinds: dict[str, ArtifactKind[Any]] = {
+        **dict.fromkeys(experts, EXPERT),
+        **({layout.ROUTER: ROUTER} if router else {}),
+    }
+    return {job: open_network(Artifact(run, layout.final(job)), kind, verify=True)[0] for job, kind in kinds.items()}
+
+
+def _folder(run: Path, destination: Path) -> Artifact:
+    """Return the folder to write; raise an error if it has other content."""
+    destination = destination.resolve()
+    artifact = Artifact(destination.parent, destination.name)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())) and not artifact.begun():
+        raise AtollError(f"{destination} exists and is not an export of {run}; choose another folder")
+    return artifact
 
 
 def _copy_origin(run: Path, artifact: Artifact, trained: Mapping[str, Manifest]) -> None:
@@ -96,7 +125,7 @@ def _copy_origin(run: Path, artifact: Artifact, trained: Mapping[str, Manifest])
 
 def _public(job: str, manifest: Manifest) -> NetworkContent:
     """Return the content of a network's manifest for publication, without paths of this machine."""
-    kind: Kind[Any] = ROUTER if job == layout.ROUTER else EXPERT
+    kind: ArtifactKind[Any] = ROUTER if job == layout.ROUTER else EXPERT
     content: NetworkContent = kind.parse(manifest, job)
     latents = content.latents.model_copy(update={"autoencoder": public_name(content.latents.autoencoder)})
     text = content.text and content.text.model_copy(update={"encoder": public_name(content.text.encoder)})
@@ -105,44 +134,157 @@ def _public(job: str, manifest: Manifest) -> NetworkContent:
 
 def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
     """Write all components, one after the other, so that one network is in memory at a time."""
-    index: dict[str, list[str | None]] = {}
-    # 5: router, vae, text_encoder, tokenizer and scheduler.
-    with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
-        for name, component in _components(sampler, trained, artifact.folder):
-            index[name] = component
-            bar.update(1)
     import diffusers
 
+    ensemble, folder = sampler.ensemble, artifact.folder
+    index: dict[str, list[str | None]] = {}
+    # 5: router, vae, text_encoder, tokenizer and scheduler.
+    with progress("exporting", len(ensemble.references) + 5, unit="components") as bar:
+
+        def add(name: str, library: str | None = None, kind: str | None = None) -> None:
+            index[name] = [library, kind]
+            bar.update(1)
+
+        for number, reference in enumerate(ensemble.references):
+            content = _public(reference.declaration.name, trained[reference.declaration.name])
+            network_folder.write(folder / f"expert_{number}", reference.open(), content, density=reference.density)
+            add(f"expert_{number}", COMPONENTS, EXPERT_CLASS)
+        if ensemble.router is None:
+            add("router")
+        else:
+            content = _public(layout.ROUTER, trained[layout.ROUTER])
+            network_folder.write(folder / "router", ensemble.router.network, content, density=None)
+            add("router", COMPONENTS, ROUTER_CLASS)
+        codec = sampler.encoders.autoencoder()
+        encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
+        for name, library, part in (
+            ("vae", "diffusers", codec.network if isinstance(codec, Codec) else None),
+            ("text_encoder", "transformers", None if encoder is None else encoder.network),
+            ("tokenizer", "transformers", None if encoder is None else encoder.tokenizer),
+            ("scheduler", "diffusers", diffusers.FlowMatchEulerDiscreteScheduler()),
+        ):
+            if part is None:
+                add(name)
+            else:
+                part.save_pretrained(folder / name)
+                add(name, library, type(part).__name__)
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
     remove_source_paths(artifact.folder)
 
 
-def _components(
-    sampler: Sampler, trained: Mapping[str, Manifest], folder: Path
-) -> Iterator[tuple[str, list[str | None]]]:
-    """Write every component; yield its name, and its library and class for model_index.json."""
-    ensemble = sampler.ensemble
-    for number, reference in enumerate(ensemble.references):
-        content = _public(reference.declaration.name, trained[reference.declaration.name])
-        stored.write(folder / f"expert_{number}", reference.open(), content, density=reference.density)
-        yield f"expert_{number}", [COMPONENTS, EXPERT_CLASS]
-    if ensemble.router is not None:
-        stored.write(
-            folder / "router", ensemble.router.network, _public(layout.ROUTER, trained[layout.ROUTER]), density=None
-        )
-    yield "router", [None, None] if ensemble.router is None else [COMPONENTS, ROUTER_CLASS]
-    codec = sampler.encoders.autoencoder()
-    if isinstance(codec, Codec):
-        codec.network.save_pretrained(folder / "vae", safe_serialization=True)
-    yield "vae", ["diffusers", type(codec.network).__name__] if isinstance(codec, Codec) else [None, None]
-    encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
-    parts = (None, None) if encoder is None else (encoder.network, encoder.tokenizer)
-    for name, part in zip(("text_encoder", "tokenizer"), parts, strict=True):
-        if part is not None:
-            part.save_pretrained(folder / name)
-        yield name, [None, None] if part is None else ["transformers", type(part).__name__]
-    from diffusers import FlowMatchEulerDiscreteScheduler
+# Adapters
 
-    FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
-    yield "scheduler", ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+ADAPTERS_FILE = "adapters.json"
+PEFT_WEIGHTS, LORA_WEIGHTS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
+"""File names of peft and of diffusers."""
+
+
+def _export_adapters(run: Path, destination: Path, model: str, opened: ModelReference, license: str | None) -> Manifest:
+    """Write the adapters of a run. Their base is only named, by its hub name and its fingerprint."""
+    base = opened.experts[0].declaration.network
+    assert isinstance(base, BaseConfig)
+    encoder = configuration.load(run).text.encoder
+    slot = BaseName.parse(encoder).slot
+    jobs = [reference.declaration.name for reference in opened.experts]
+    trained = _verified(run, jobs, router=opened.router is not None)
+    artifact = _folder(run, destination)
+    folder = artifact.folder
+    made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
+    if artifact.begin(PIPELINE, made_from) is None:
+        for number, (job, reference) in enumerate(zip(jobs, opened.experts, strict=True)):
+            own = folder / f"expert_{number}"
+            source = Artifact(run, layout.final(job))
+            config, state = read_files(source.folder, VerifiedFiles(source, trained[job]).read)
+            assert isinstance(config, BaseConfig)
+            _write_adapter(own, config, state, slot)
+            content = _public(job, trained[job])
+            artifact.write(f"{own.name}/{network_folder.DECLARATION_FILE}", to_json(content.model_dump(mode="json")))
+            if reference.density is not None:
+                artifact.write_tensors(f"{own.name}/{DENSITY_FILE}", reference.density.tensors())
+        if opened.router is not None:
+            content = _public(layout.ROUTER, trained[layout.ROUTER])
+            network_folder.write(folder / "router", opened.router.open(), content, density=None)
+        fields = {
+            "base": {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class},
+            "experts": [
+                {"folder": f"expert_{number}", "job": job, "clusters": reference.declaration.clusters}
+                for number, (job, reference) in enumerate(zip(jobs, opened.experts, strict=True))
+            ],
+            "router": None if opened.router is None else "router",
+        }
+        artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+        artifact.commit(PipelineContent(experts=len(jobs), model=model), exclude=[CARD_FILE])
+    manifest = artifact.open(PIPELINE, verify=True)
+    if not (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).write_text(_adapter_card(folder.name, base, slot, len(jobs), license), encoding="utf-8")
+    return manifest
+
+
+def _write_adapter(folder: Path, config: BaseConfig, state: Mapping[str, Tensor], slot: str) -> None:
+    """Write an adapter twice, in the files of peft and of diffusers, which differ in the names of tensors."""
+    import diffusers
+    from peft import LoraConfig
+
+    if config.lora is None:
+        raise AtollError("these experts are whole networks of their base, not adapters; only adapters are exported")
+    paths = sorted({name.rpartition(".lora_")[0] for name in state})
+    # peft matches a name with the ends of all paths. A regular expression names exactly these layers, if that differs.
+    with torch.device("meta"):
+        modules = getattr(diffusers, config.network_class).from_config(dict(config.network)).named_modules()
+    others = [path for path, _ in modules if path not in paths]
+    ambiguous = any(path.endswith(tuple(f".{known}" for known in paths)) for path in others)
+    targets: Any = f"({'|'.join(map(re.escape, paths))})" if ambiguous else paths
+    settings: dict[str, Any] = {
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": config.lora.dropout,
+        "target_modules": targets,
+    }
+    # Written here, because peft writes the targets in the order of a set, which is another one in every process.
+    adapter: Any = LoraConfig(**settings, base_model_name_or_path=config.base, inference_mode=True)
+    text = json.dumps({**adapter.to_dict(), "target_modules": targets}, indent=2, sort_keys=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    write_weights({f"base_model.model.{name}": part for name, part in state.items()}, folder / PEFT_WEIGHTS)
+    # Without these settings, diffusers takes alpha for the rank.
+    metadata = json.dumps({f"{slot}.{name}": value for name, value in settings.items()}, sort_keys=True)
+    tensors = {f"{slot}.{name}": part.contiguous().clone() for name, part in state.items()}
+    save_file(tensors, folder / LORA_WEIGHTS, metadata={"format": "pt", "lora_adapter_metadata": metadata})
+
+
+def _adapter_card(name: str, base: BaseConfig, slot: str, count: int, license: str | None) -> str:
+    known = base.base != LOCAL
+    named, what = (f"base_model: {base.base}\n", f"`{base.base}`") if known else ("", "a base that has no public name")
+    front = f"{f'license: {license}' + chr(10) if license else ''}{named}library_name: diffusers"
+    weights = f"Weights: {license}." if license else "No license was declared for the weights."
+    return f"""---
+{front}
+pipeline_tag: text-to-image
+tags: [atoll, decentralized-diffusion, lora]
+---
+
+# {name}
+
+{count} LoRA adapters of {what}, trained independently, each on one cluster of the data.
+The {slot} of the base is a `{base.network_class}` with the fingerprint `{base.weights}`. It is not in this folder.
+
+## Usage
+
+One adapter, with diffusers:
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{base.base if known else "BASE"}")
+pipe.load_lora_weights("{name}/expert_0")
+image = pipe("a red apple").images[0]
+```
+
+With peft: `PeftModel.from_pretrained(pipe.{slot}, "{name}/expert_0")`.
+All adapters together, routed for each image and step, from the run: `atoll.attach(pipe, RUN)`.
+
+## License
+
+{weights} The base, and the training images, have separate licenses.
+"""

@@ -33,7 +33,7 @@ from atoll.core.networks import DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import time_features
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 
 STEPS = 1000
 """Number of timesteps of the source, 0 to 999."""
@@ -58,7 +58,7 @@ class FlowMatchingOptions:
 
 
 @dataclass(frozen=True)
-class Change:
+class ConversionRow:
     """One row of the report of a conversion."""
 
     item: str
@@ -68,30 +68,72 @@ class Change:
 
 
 def to_flow_matching(
-    state: State, config: DiTConfig, options: FlowMatchingOptions
-) -> tuple[State, DiTConfig, list[Change], dict[str, float]]:
+    state: StateDict, config: DiTConfig, options: FlowMatchingOptions
+) -> tuple[StateDict, DiTConfig, list[ConversionRow], dict[str, float]]:
     """Return tensors and configuration of the expert, the report of all changes, and the metrics of the fold."""
     target = _target_config(config, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         result = DiT(target).state_dict()
-    kept = _kept(state)
-    changes = [Change("patch, positions, attention and MLP of the blocks", "kept", _count(kept))]
-    embedder, embedder_note = _embedders(state, config, target)
-    changes.append(Change("timestep and label embedding", "kept", _count(embedder), embedder_note))
-    modulation, metrics = _modulation(state | embedder, config, target)
-    folded = config.modulation != target.modulation
-    note = (
-        f"residual {metrics['residual']:.1%} of the modulation, {metrics['residual_in_time']:.1%} of its change in time"
-    )
-    changes.append(
-        Change("modulation of the blocks", "folded" if folded else "kept", _count(modulation), note if folded else "")
-    )
-    final = _final(state, config, target) if options.final == "keep" else {}
     if target.time_table:
         result["time_table"] = time_table(options.time)
-    result |= kept | embedder | modulation | final
-    changes += _new_groups(result, kept | embedder | modulation | final, options)
+
+    # Tensors of the source that stay as they are.
+    kept = {
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith(("patch.", "positions")) or ".attention." in name or ".mlp." in name
+    }
+    changes = [ConversionRow("patch, positions, attention and MLP of the blocks", "kept", _count(kept))]
+
+    # The embedders. Without labels, the null class is a constant and is added to a bias.
+    embedder, note = {name: tensor for name, tensor in state.items() if name.startswith("embedders.")}, ""
+    if config.num_classes and not target.num_classes:
+        for index in range(config.depth if config.embedder_per_block else 1):
+            labels, bias = embedder.pop(f"embedders.{index}.labels.weight"), f"embedders.{index}.time.outer.bias"
+            embedder[bias] = embedder[bias] + labels[-1]
+        note = "the null class is added to the timestep embedding, the other classes are omitted"
+    changes.append(ConversionRow("timestep and label embedding", "kept", _count(embedder), note))
+
+    # The modulation of the blocks.
+    if config.modulation == target.modulation:
+        modulated = {
+            name: tensor
+            for name, tensor in state.items()
+            if (".modulation." in name and name.startswith("blocks.")) or name.startswith("shared_modulation.")
+        }
+        metrics = {"residual": 0.0, "residual_in_time": 0.0}
+        changes.append(ConversionRow("modulation of the blocks", "kept", _count(modulated)))
+    else:
+        modulated, metrics = _folded(state | embedder, config, target)
+        whole, in_time = metrics["residual"], metrics["residual_in_time"]
+        note = f"residual {whole:.1%} of the modulation, {in_time:.1%} of its change in time"
+        changes.append(ConversionRow("modulation of the blocks", "folded", _count(modulated), note))
+
+    # The final layer of the source without its variance channels, or a new one.
+    keep_final = options.final == "keep"
+    final = {name: tensor for name, tensor in state.items() if keep_final and name.startswith("final.")}
+    for name in ("final.linear.weight", "final.linear.bias") if keep_final else ():
+        rows = final[name].reshape(config.patch**2, config.out_channels, -1)[:, : target.out_channels]
+        final[name] = rows.flatten(0, 1).reshape(-1, *final[name].shape[1:])
+    taken = kept | embedder | modulated | final
+    result |= taken
+
+    # Report the parts that may be new.
+    for item, belongs, note in (
+        ("cross-attention", lambda name: ".cross." in name, "its output is zero until trained, so it changes nothing"),
+        ("text projection", lambda name: name.startswith("text."), ""),
+        ("null condition", lambda name: "null_" in name, ""),
+        ("time table", lambda name: name == "time_table", f"timesteps of the source: {options.time}"),
+        (
+            "final layer",
+            lambda name: name.startswith("final."),
+            "without the variance channels" if keep_final else "predicts zero until trained",
+        ),
+    ):
+        part = {name: tensor for name, tensor in result.items() if belongs(name)}
+        if part:
+            changes.append(ConversionRow(item, "kept" if part.keys() <= taken.keys() else "new", _count(part), note))
     return result, target, changes, metrics
 
 
@@ -123,29 +165,12 @@ def _target_config(config: DiTConfig, options: FlowMatchingOptions) -> DiTConfig
     )
 
 
-def _kept(state: State) -> State:
-    names = ("patch.", "positions")
-    parts = (".attention.", ".mlp.")
-    return {name: tensor for name, tensor in state.items() if name.startswith(names) or any(p in name for p in parts)}
+def _count(state: StateDict) -> int:
+    return sum(tensor.numel() for tensor in state.values())
 
 
-def _embedders(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, str]:
-    """Return the embedders; without labels, the null class is a constant and is added to a bias."""
-    embedders = {name: tensor for name, tensor in state.items() if name.startswith("embedders.")}
-    if not config.num_classes or target.num_classes:
-        return embedders, ""
-    for index in range(config.depth if config.embedder_per_block else 1):
-        labels = embedders.pop(f"embedders.{index}.labels.weight")
-        bias = f"embedders.{index}.time.outer.bias"
-        embedders[bias] = embedders[bias] + labels[-1]
-    return embedders, "the null class is added to the timestep embedding, the other classes are omitted"
-
-
-def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[State, dict[str, float]]:
-    if config.modulation == target.modulation:
-        same = {name: tensor for name, tensor in state.items() if ".modulation." in name and name.startswith("blocks.")}
-        same |= {name: tensor for name, tensor in state.items() if name.startswith("shared_modulation.")}
-        return same, {"residual": 0.0, "residual_in_time": 0.0}
+def _folded(state: StateDict, config: DiTConfig, target: DiTConfig) -> tuple[StateDict, dict[str, float]]:
+    """Return the modulation (4), and the RMS residual of the fit relative to the modulation and its change in time."""
     weights = [state[f"blocks.{n}.modulation.linear.weight"].float() for n in range(config.depth)]
     biases = [state[f"blocks.{n}.modulation.linear.bias"].float() for n in range(config.depth)]
     activated = activated_embeddings(state, target)
@@ -158,10 +183,20 @@ def _modulation(state: State, config: DiTConfig, target: DiTConfig) -> tuple[Sta
     result = {"shared_modulation.weight": shared, "shared_modulation.bias": mean_offset}
     for n, offset in enumerate(offsets):
         result[f"blocks.{n}.modulation.table"] = (offset - mean_offset).view(6, config.width)
-    return result, _residuals(weights, biases, shared, activated=activated)
+    # s(t) is smooth in t, so s(t) - mean spans a space of few dimensions. Its SVD basis (directions with a singular
+    # value above 1e-7 of the largest, the resolution of float32) replaces the sum over all timesteps.
+    _, scales, basis = torch.linalg.svd(activated - mean_activated, full_matrices=False)
+    spread = (scales[:, None] * basis)[scales > 1e-7 * scales[0]].T / len(activated) ** 0.5
+    lost = sum(float(((weight - shared) @ spread).square().sum()) for weight in weights)
+    changing = sum(float((weight @ spread).square().sum()) for weight in weights)
+    constant = sum(float((w @ mean_activated + bias).square().sum()) for w, bias in zip(weights, biases, strict=True))
+    return result, {
+        "residual": (lost / max(changing + constant, 1e-30)) ** 0.5,
+        "residual_in_time": (lost / max(changing, 1e-30)) ** 0.5,
+    }
 
 
-def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
+def activated_embeddings(state: StateDict, config: DiTConfig) -> Tensor:
     """Return s(t) of (1) for all timesteps of the source, (timesteps, width); with labels, each with some class."""
     features = time_features(torch.arange(STEPS), config.frequency_shift)
     inner = functional.linear(
@@ -173,57 +208,6 @@ def activated_embeddings(state: State, config: DiTConfig) -> Tensor:
         labels = state["embedders.0.labels.weight"].float()
         embedding = embedding + labels[torch.arange(STEPS) * 7 % len(labels)]
     return functional.silu(embedding)
-
-
-def _residuals(weights: list[Tensor], biases: list[Tensor], shared: Tensor, *, activated: Tensor) -> dict[str, float]:
-    """Return the RMS residual of the fit, relative to the modulation and to its change in time."""
-    mean_activated = activated.mean(0)
-    # s(t) is smooth in t, so s(t) - mean spans a space of few dimensions. Its SVD basis (directions with a singular
-    # value above 1e-7 of the largest, the resolution of float32) replaces the sum over all timesteps.
-    _, scales, basis = torch.linalg.svd(activated - mean_activated, full_matrices=False)
-    spread = (scales[:, None] * basis)[scales > 1e-7 * scales[0]].T / len(activated) ** 0.5
-    lost = sum(float(((weight - shared) @ spread).square().sum()) for weight in weights)
-    changing = sum(float((weight @ spread).square().sum()) for weight in weights)
-    constant = sum(float((w @ mean_activated + bias).square().sum()) for w, bias in zip(weights, biases, strict=True))
-    return {
-        "residual": (lost / max(changing + constant, 1e-30)) ** 0.5,
-        "residual_in_time": (lost / max(changing, 1e-30)) ** 0.5,
-    }
-
-
-def _final(state: State, config: DiTConfig, target: DiTConfig) -> State:
-    """Return the final layer of the source without its variance channels."""
-    final = {name: tensor for name, tensor in state.items() if name.startswith("final.")}
-    for name in ("final.linear.weight", "final.linear.bias"):
-        rows = final[name].reshape(config.patch**2, config.out_channels, -1)[:, : target.out_channels]
-        final[name] = rows.flatten(0, 1).reshape(-1, *final[name].shape[1:])
-    return final
-
-
-def _new_groups(result: State, old: State, options: FlowMatchingOptions) -> list[Change]:
-    groups = {
-        "cross-attention": (
-            [n for n in result if ".cross." in n],
-            "its output is zero until trained, so it changes nothing",
-        ),
-        "text projection": ([n for n in result if n.startswith("text.")], ""),
-        "null condition": ([n for n in result if "null_" in n], ""),
-        "time table": ([n for n in result if n == "time_table"], f"timesteps of the source: {options.time}"),
-        "final layer": ([n for n in result if n.startswith("final.")], ""),
-    }
-    changes = []
-    for item, (names, note) in groups.items():
-        if not names:
-            continue
-        new = not set(names) <= set(old)
-        if item == "final layer":
-            note = "predicts zero until trained" if new else "without the variance channels"
-        changes.append(Change(item, "new" if new else "kept", _count({name: result[name] for name in names}), note))
-    return changes
-
-
-def _count(state: State) -> int:
-    return sum(tensor.numel() for tensor in state.values())
 
 
 def time_table(kind: Literal["steps", "snr", "same"]) -> Tensor:

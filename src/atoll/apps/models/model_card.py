@@ -44,18 +44,31 @@ class CardData:
 
 def model_card(data: CardData) -> str:
     """Return the text of README.md."""
-    parts = [
-        _front_matter(data), f"# {data.name}", _summary(data), _usage(data), _data(data), _clusters(data),
-        _training(data), _evaluation(data), _limitations(data), _license(data),
-    ]  # fmt: skip
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _front_matter(data: CardData) -> str:
     # The Hub has no task for class-conditional generation; text-to-image is the nearest that takes a prompt.
     task = "text-to-image" if data.conditioned_on else "unconditional-image-generation"
-    lines = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
-    return "\n".join(["---", *([f"license: {data.license}"] if data.license else []), *lines, "---"])
+    license = [f"license: {data.license}"] if data.license else []
+    front = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
+    limitations = ["- The model reflects the content, gaps and biases of its training images and captions."]
+    if len(data.experts) > 1:
+        limitations += [
+            "- Each expert was trained on one cluster, so prompts that combine several clusters may work less well.",
+            "- Sampling needs all experts, because the routing selects experts for each image and step.",
+        ]
+    weights = f"Weights: {data.license}." if data.license else "No license was declared for the weights."
+    others = "The training images, and the autoencoder and text encoder if any, have separate licenses."
+    parts = [
+        "\n".join(["---", *license, *front, "---"]),
+        f"# {data.name}",
+        _summary(data),
+        _usage(data),
+        _data(data),
+        _clusters(data),
+        _training(data),
+        _evaluation(data),
+        "\n".join(["## Limitations", "", *limitations]),
+        f"## License\n\n{weights} {others}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _summary(data: CardData) -> str:
@@ -109,30 +122,26 @@ All weights are safetensors. Loading checks every file against its SHA-256 in `m
 
 
 def _data(data: CardData) -> str:
-    first = data.experts[0]
+    first, ingest = data.experts[0], Artifact(data.run, layout.INGEST)
     lines = ["## Training data", "", f"- Source: {first.source}"]
-    ingest = Artifact(data.run, layout.INGEST)
-    prepared = ingest.manifest() is not None
-    if prepared:
-        splits = ingest.read(INGEST).splits
-        lines.append(f"- Training images: {splits.get('train', 0):,}")
-        lines.append(f"- Held-out images: {splits.get('held-out', 0):,}")
-    lines.append(f"- Fingerprint: `{first.fingerprint}`")
-    return "\n".join([*lines, *(["", *_licenses(data.run)] if prepared else [])])
-
-
-def _licenses(run: Path) -> list[str]:
-    """Return the licenses and attributions of the training images."""
+    fingerprint = f"- Fingerprint: `{first.fingerprint}`"
+    if ingest.manifest() is None:
+        return "\n".join([*lines, fingerprint])
+    splits = ingest.read(INGEST).splits
+    lines.append(f"- Training images: {splits.get('train', 0):,}")
+    lines.append(f"- Validation images: {splits.get('validation', 0):,}")
+    lines += [fingerprint, ""]
+    # The licenses and attributions of the training images.
     import pyarrow.parquet as parquet
 
-    column = parquet.read_table(run / layout.INGEST / "images.parquet", columns=["attributes"])["attributes"]
+    column = parquet.read_table(ingest.folder / "images.parquet", columns=["attributes"])["attributes"]
     known = [json.loads(text) if text else {} for text in column.to_pylist()]
     counts = Counter((each.get("license", ""), each.get("attribution", "")) for each in known)
     if set(counts) == {("", "")}:
-        return ["The source does not state the licenses of the images."]
+        return "\n".join([*lines, "The source does not state the licenses of the images."])
     common = counts.most_common(MAX_LICENSES)
     rows = [(license or "not stated", author or "-", f"{count:,}") for (license, author), count in common]
-    return _table(("license of the images", "attribution", "images"), rows)
+    return "\n".join([*lines, *_table(("license of the images", "attribution", "images"), rows)])
 
 
 def _clusters(data: CardData) -> str:
@@ -141,10 +150,10 @@ def _clusters(data: CardData) -> str:
         return ""
     clusters = artifact.read(CLUSTERS)
     sizes = clusters.sizes
-    held_out = sizes.get("held-out") or (0,) * len(sizes["train"])
+    validation = sizes.get("validation") or (0,) * len(sizes["train"])
     rows = [
         (str(number), f"{train:,}", f"{kept:,}")
-        for number, (train, kept) in enumerate(zip(sizes["train"], held_out, strict=True))
+        for number, (train, kept) in enumerate(zip(sizes["train"], validation, strict=True))
     ]
     trained = data.experts[0].clusters
     numbers = f"cluster{'s' if len(trained) > 1 else ''} {', '.join(map(str, trained))}"
@@ -154,7 +163,7 @@ def _clusters(data: CardData) -> str:
         else f"This model was trained on {numbers}."
     )
     text = f"The training images are divided into {len(rows)} clusters (method: {clusters.method}). {use}"
-    return "\n".join(["## Clusters", "", text, "", *_table(("cluster", "training images", "held-out images"), rows)])
+    return "\n".join(["## Clusters", "", text, "", *_table(("cluster", "training images", "validation images"), rows)])
 
 
 def _training(data: CardData) -> str:
@@ -163,23 +172,19 @@ def _training(data: CardData) -> str:
     for content in networks:
         spent = content.compute
         numbers = [f"{spent.images:,}", f"{spent.flops:.3g}", f"{spent.seconds:,.0f}"] if spent else ["-"] * 3
-        size = f"{_parameters(content) / 1e6:.1f} M"
-        rows.append((content.job, _objective(content), size, *numbers, _number(content.held_out_loss, 4)))
+        size, objective = f"{_parameters(content) / 1e6:.1f} M", "cluster classification"
+        if isinstance(content, ExpertContent):
+            objective = f"{content.objective.prediction}, {content.objective.schedule.name} schedule"
+        rows.append((content.job, objective, size, *numbers, _number(content.validation_loss, 4)))
     costs = training_costs(networks)
     flops, seconds = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
-    heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "held-out loss")
+    heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "validation loss")
     total = f"In total: {flops:.3g} FLOPs (matrix products) and {seconds:,.0f} seconds of training."
     if data.model == "student":
         total += " The experts that it was distilled from are not included."
     if any(expert.start for expert in data.experts):
         total += " The total includes the shared start of the experts, once."
     return "\n".join(["## Training", "", *_table(heads, rows), "", total])
-
-
-def _objective(content: NetworkContent) -> str:
-    if not isinstance(content, ExpertContent):
-        return "cluster classification"
-    return f"{content.objective.prediction}, {content.objective.schedule.name} schedule"
 
 
 def _evaluation(data: CardData) -> str:
@@ -193,7 +198,7 @@ def _evaluation(data: CardData) -> str:
     for model in evaluated:
         for extractor, metrics in model["metrics"].items():
             kid, near = metrics.get("kid", {}), metrics.get("precision_recall", {})
-            parts = [(metrics.get("frechet", {}), "value", 2), (metrics.get("real_baseline", {}), "frechet", 2)]
+            parts = [(metrics, "frechet", 2), (metrics.get("real_baseline", {}), "frechet", 2)]
             parts += [(kid, "value", 5), (near, "precision", 3), (near, "recall", 3)]
             numbers = [_number(part.get(key), digits) for part, key, digits in parts]
             label, protocol = model.get("label", data.model), metrics.get("protocol", {})
@@ -204,22 +209,6 @@ def _evaluation(data: CardData) -> str:
     text = json.dumps(protocols, indent=1, ensure_ascii=False)
     details = ["<details><summary>Protocol</summary>", "", "```json", text, "```", "", "</details>"]
     return "\n".join(["## Evaluation", "", *_table(heads, rows), "", note, "", *details])
-
-
-def _limitations(data: CardData) -> str:
-    lines = ["The model reflects the content, gaps and biases of its training images and captions."]
-    if len(data.experts) > 1:
-        lines.append(
-            "Each expert was trained on one cluster, so prompts that combine several clusters may work less well."
-        )
-        lines.append("Sampling needs all experts, because the routing selects experts for each image and step.")
-    return "\n".join(["## Limitations", "", *(f"- {line}" for line in lines)])
-
-
-def _license(data: CardData) -> str:
-    weights = f"Weights: {data.license}." if data.license else "No license was declared for the weights."
-    others = "The training images, and the autoencoder and text encoder if any, have separate licenses."
-    return f"## License\n\n{weights} {others}"
 
 
 def _parameters(content: NetworkContent) -> int:

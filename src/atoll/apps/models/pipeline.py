@@ -26,19 +26,24 @@ from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
 from atoll.core.sizes import Size
+from atoll.data.density import Density
 from atoll.encoders.autoencoder import Codec, PixelCodec
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler
-from atoll.ensemble.samples import Samples
-from atoll.experts import stored
-from atoll.experts.density import Density
-from atoll.experts.expert import Declaration, DeviceOptions, ExpertReference, OpenExpert, OpenRouter
+from atoll.experts import network_folder
+from atoll.experts.expert import Declaration, DeviceOptions, NetworkReference, OpenExpert, OpenRouter
 from atoll.experts.expert_cache import weight_bytes
-from atoll.experts.folder import COMPONENTS, PIPELINE_CLASS, ModelIndex, fetch, remove_source_paths, unsupported_folder
-from atoll.experts.folder import verify as verify_folder
-from atoll.experts.rescaling import rescaling
+from atoll.experts.pipeline_folder import (
+    COMPONENTS,
+    PIPELINE_CLASS,
+    ModelIndex,
+    fetch,
+    remove_source_paths,
+    unsupported_folder,
+)
+from atoll.experts.pipeline_folder import verify as verify_folder
 from atoll.flow import check_scheduler
 from atoll.nets import Condition, Router, build
 
@@ -46,6 +51,11 @@ __all__ = ["AtollPipeline", "ExpertModel", "RouterModel"]
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 _OPTIONAL = ("vae", "text_encoder", "tokenizer", "router")
+
+
+def _offloaded(component: Any) -> bool:
+    """Return whether accelerate keeps the weights on the CPU, and moves them when `forward` is called."""
+    return hasattr(component, "_hf_hook") and component.device.type in ("cpu", "meta")
 
 
 class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
@@ -70,7 +80,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **_: Any) -> None:
         """Write the network and its declaration; always safetensors."""
         _only_safetensors(safe_serialization)
-        stored.write(Path(save_directory), self.network, self.content, density=self.density)
+        network_folder.write(Path(save_directory), self.network, self.content, density=self.density)
 
     @classmethod
     def from_pretrained(
@@ -86,7 +96,7 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """Load a network that `save_pretrained` wrote."""
         # diffusers passes `dtype` in some places and `torch_dtype` in others.
         folder = Path(pretrained_model_name_or_path) / (subfolder or "")
-        found = stored.StoredNetwork.open(folder)
+        found = network_folder.NetworkFolder.open(folder)
         network = found.network().to(dtype or torch_dtype or torch.float32)
         # A dictionary comes from a pipeline that is spread over devices, which moves the network itself.
         network = network.to(device_map) if isinstance(device_map, str) else network
@@ -104,23 +114,23 @@ class _Declared(ModelMixin, ConfigMixin):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: dict[str, str], **_: Any) -> "_Declared":
         """Build the network of a folder without its weights."""
-        content = stored.StoredNetwork.open(Path(config["folder"])).content
+        content = network_folder.NetworkFolder.open(Path(config["folder"])).content
         return cls(build(content.network), content)
 
     @property
     def offloaded(self) -> bool:
-        """Whether accelerate keeps the weights on the CPU, and moves them when `forward` is called."""
-        return hasattr(self, "_hf_hook") and self.device.type in ("cpu", "meta")
+        """Whether the weights are on the CPU until `forward` is called."""
+        return _offloaded(self)
 
 
 class ExpertModel(_Declared):
     """An expert."""
 
-    def reference(self) -> ExpertReference:
+    def reference(self) -> NetworkReference:
         """Return the expert as a reference for an ensemble; its network is already in memory."""
         # An offloaded network runs through this module, because the hooks of accelerate are on it.
         network = self if self.offloaded else self.network
-        return ExpertReference(self.declaration(), lambda: network, weight_bytes(self.network), None, self.density)
+        return NetworkReference(self.declaration(), lambda: network, weight_bytes(self.network), None, self.density)
 
 
 class RouterModel(_Declared):
@@ -212,23 +222,17 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         experts = self.experts
         router = self.router if self.router is not None and len(experts) > 1 else None
         # The states are where the router is. With a device map every component has its own device.
-        first = router or experts[0]
-        device = self._execution_device if first.offloaded else first.device
-        devices = [device if expert.offloaded else expert.device for expert in experts]
         ensemble = Ensemble(
             [expert.reference() for expert in experts],
             None if router is None else router.opened(experts[0].dtype),
-            device_options=DeviceOptions(device, experts[0].dtype),
-            expert_devices=devices,
+            device_options=DeviceOptions(self._device_of(router or experts[0]), experts[0].dtype),
+            expert_devices=[self._device_of(expert) for expert in experts],
         )
         for number, expert in enumerate(experts):
             if expert.offloaded:  # the cache must not move it
-                change = rescaling(ensemble.space, expert.declaration().statistics, f"expert_{number}")
-                ensemble.cache.put(number, OpenExpert(expert.declaration(), expert, expert.dtype, change))
-        return Sampler(ensemble, self._encoders())
-
-    def _encoders(self) -> Encoders:
-        return Encoders(lambda *_: self._codec(), lambda *_: self._texts())
+                opened = OpenExpert.of(expert.declaration(), expert, ensemble.normalization, expert.dtype)
+                ensemble.cache.put(number, opened)
+        return Sampler(ensemble, Encoders(lambda *_: self._codec(), lambda *_: self._texts()))
 
     def _codec(self) -> Codec | PixelCodec:
         pixels = self.expert_0.content.latents.autoencoder == "pixels"
@@ -242,8 +246,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     def _device_of(self, component: Any) -> torch.device:
         """Return the device on which a component computes."""
-        away = hasattr(component, "_hf_hook") and component.device.type in ("cpu", "meta")
-        device: torch.device = self._execution_device if away else component.device
+        device: torch.device = self._execution_device if _offloaded(component) else component.device
         return device
 
     @torch.no_grad()
@@ -271,14 +274,20 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         `width` and `height` are those of the images in pixels; omit both for the default size of the model.
         The same `seed` gives the same images as `atoll.load(…).generate`. Without a seed, a `generator` draws one.
         `output_type` is pil, np, pt or latent. The scheduler integrates the velocity, unless `solver` names another
-        solver. Further keywords are those of `atoll.ensemble.Settings`: guidance_interval, rescale, solver, shift and
-        scheduler_times. With `scheduler_times=True` a flow-matching scheduler uses the times of its `set_timesteps`,
-        as in other diffusers pipelines.
+        solver. Further keywords are fields of `atoll.ensemble.SampleSettings`: guidance_interval, rescale, solver,
+        shift and scheduler_times. With `scheduler_times=True` a flow-matching scheduler uses the times of its
+        `set_timesteps`, as in other diffusers pipelines.
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise AtollError(
+                "pass one generator or a seed: the noise of every image is a function of the seed and its position"
+            )
         sampler = self.sampler()
-        settings |= {"steps": num_inference_steps, "guidance_scale": guidance_scale, "seed": _seed(seed, generator)}
+        if seed is None and generator is not None:
+            seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+        settings |= {"steps": num_inference_steps, "guidance_scale": guidance_scale, "seed": seed or 0}
         if routing is not None:
             settings["routing"] = routing
         if "solver" not in settings:
@@ -295,7 +304,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             prompts, labels, count, clusters=clusters, size=size, batch_size=batch_size, **settings
         )
         self.maybe_free_model_hooks()
-        images = _converted(samples, output_type)
+        images: Any = samples.latents if output_type == "latent" else samples.images
+        if output_type in ("np", "pt"):
+            images = np.stack([np.asarray(image) for image in images]).astype(np.float32) / 255
+        if output_type == "pt":
+            images = torch.from_numpy(images).permute(0, 3, 1, 2)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _integration(self, sampler: Sampler, scheduler_times: bool) -> dict[str, str | float]:
@@ -303,7 +316,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         # A FlowMatchEulerDiscreteScheduler with default settings and any shift is Euler's method, which Atoll's solver
         # computes on evenly spaced times, bit-equal to `atoll.load`. Any other scheduler does the steps itself.
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
-        ours, known = _settings(self.scheduler), _settings(plain)
+        ours, known = (
+            {key: value for key, value in dict(each.config).items() if not key.startswith("_")}
+            for each in (self.scheduler, plain)
+        )
         if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
             return {"solver": "euler", "shift": self.scheduler.config.shift}
         check_scheduler(self.scheduler)  # before the text encoder and the experts run
@@ -347,32 +363,8 @@ def _only_safetensors(safe_serialization: bool) -> None:
         raise AtollError("safe_serialization=False would write pickles; Atoll writes and reads safetensors only")
 
 
-def _seed(seed: int | None, generator: torch.Generator | None) -> int:
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise AtollError(
-            "pass one generator or a seed: the noise of every image is a function of the seed and its position"
-        )
-    if seed is not None or generator is None:
-        return seed or 0
-    return int(torch.randint(2**31, (), generator=generator, device=generator.device))
-
-
-def _settings(scheduler: Any) -> dict[str, object]:
-    """Return the settings of a scheduler, for comparison."""
-    return {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
-
-
 def _repeated(values: Any, times: int) -> list[Any] | None:
     """Return one value or several as a list, each `times` times in a row; None stays None."""
     if values is None:
         return None
     return [value for value in (values if isinstance(values, list | tuple) else [values]) for _ in range(times)]
-
-
-def _converted(samples: Samples, output_type: str) -> Any:
-    if output_type == "pil":
-        return samples.images
-    if output_type == "latent":
-        return samples.latents
-    pixels = np.stack([np.asarray(image) for image in samples.images]).astype(np.float32) / 255
-    return pixels if output_type == "np" else torch.from_numpy(pixels).permute(0, 3, 1, 2)

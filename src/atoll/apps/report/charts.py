@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from atoll.ensemble.images import COLORS
+from atoll.ensemble.saving import COLORS
 
 
 def color(expert: int) -> str:

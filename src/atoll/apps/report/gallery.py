@@ -17,25 +17,25 @@ from torch import Tensor
 from atoll.apps.evaluate.cache import keyed
 from atoll.apps.evaluate.generated import Prompts, sample_by_size, stored_images, stored_name
 from atoll.apps.evaluate.models import EvaluatedModel
-from atoll.apps.evaluate.results import Split
-from atoll.core.artifacts import Content, Kind
+from atoll.core.artifacts import ArtifactKind, Content
 from atoll.core.errors import AtollError
+from atoll.core.names import Split
 from atoll.core.options import LoadOptions
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
 from atoll.encoders.encoders import Encoders
-from atoll.ensemble import Settings, parse
+from atoll.ensemble import SampleSettings, parse
 
-GALLERY = Kind("gallery", Content)
+GALLERY = ArtifactKind("gallery", Content)
 FILE = "images.safetensors"
 BATCH = 64
 """Images of one batch, as in `Sampler.generate`."""
-SPLITS: tuple[Split, ...] = ("train", "held-out")
+SPLITS: tuple[Split, ...] = ("train", "validation")
 # The autoencoder is opened once for all examples.
 _codec = cache(lambda latents, run: Encoders.of(latents, None, run=run).autoencoder())
 # Examples of each cluster if no prompts are given: with eight clusters 24 columns, which still fit a page.
-EXAMPLES_PER_CLUSTER = {"train": 2, "held-out": 1}
+EXAMPLES_PER_CLUSTER = {"train": 2, "validation": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Example:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class GalleryRow:
     """One row of the gallery: the images of one model for all examples."""
 
     model: EvaluatedModel
@@ -64,7 +64,17 @@ class Row:
 
 def choose_examples(run: Path, clusters: int, prompts: Sequence[str]) -> list[Example]:
     """Return examples for the given prompts, or a few of every cluster, some of them held out."""
-    return [_given(run, clusters, prompt) for prompt in prompts] if prompts else _defaults(run, clusters)
+    if prompts:
+        return [_given(run, clusters, prompt) for prompt in prompts]
+    found = []
+    for cluster in range(clusters):
+        for split in SPLITS:
+            shards = Shards.open(run, [cluster], split)
+            count = min(EXAMPLES_PER_CLUSTER[split], len(shards))
+            if count:
+                rows = shuffled(np.arange(count, dtype=np.uint64), len(shards), 0, epoch=cluster)
+                found += [_example(shards, int(row), cluster, split=split) for row in rows]
+    return found
 
 
 def _given(run: Path, clusters: int, prompt: str) -> Example:
@@ -80,24 +90,12 @@ def _given(run: Path, clusters: int, prompt: str) -> Example:
     return Example(prompt, label=classes.index(prompt) if prompt in classes else None, size=size)
 
 
-def _defaults(run: Path, clusters: int) -> list[Example]:
-    found = []
-    for cluster in range(clusters):
-        for split in SPLITS:
-            shards = Shards.open(run, [cluster], split)
-            count = min(EXAMPLES_PER_CLUSTER[split], len(shards))
-            if count:
-                rows = shuffled(np.arange(count, dtype=np.uint64), len(shards), 0, epoch=cluster)
-                found += [_example(shards, int(row), cluster, split=split) for row in rows]
-    return found
-
-
 def _example(shards: Shards, row: int, cluster: int, *, split: str) -> Example:
     # The shards hold latents, so the real image is a decoded latent. It has the losses of the autoencoder, which the
     # generated images share.
     batch = shards.read(np.array([row]))
     codec = _codec(shards.content.latents, shards.artifacts[0].run)
-    real = Image.fromarray(codec.decode(batch.mean.float())[0])
+    real = Image.fromarray(codec.decode(batch.mean.float())[0].cpu().numpy())
     label, names = int(batch.label[0]), shards.content.labels
     caption = shards.captions([row])[0] if shards.content.text else None
     prompt = caption or (names[label] if names else "unconditional")
@@ -110,7 +108,7 @@ class Gallery:
     """Rows of images for the same examples, with the same settings and from the same noise."""
 
     examples: list[Example]
-    settings: Settings
+    settings: SampleSettings
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -122,7 +120,7 @@ class Gallery:
         sizes = [example.size for example in self.examples if example.size is not None]
         return Prompts(captions, labels if len(labels) == len(captions) else None, clusters, sizes or None)
 
-    def row(self, model: EvaluatedModel) -> Row:
+    def row(self, model: EvaluatedModel) -> GalleryRow:
         """Return the images of one model, sampled now or before."""
         settings = replace(self.settings, routing=model.routing or "top-1")
         made_from = {"networks": model.digests(), "settings": asdict(settings), "prompts": self.prompts.plain()}
@@ -133,9 +131,9 @@ class Gallery:
             artifact.commit(Content())
         stored = load_file(artifact.path(FILE))
         images = [Image.fromarray(image) for image in stored_images(artifact.path(FILE), self.prompts)]
-        return Row(model, images, stored.get("t"), stored.get("probabilities"))
+        return GalleryRow(model, images, stored.get("t"), stored.get("probabilities"))
 
-    def _sample(self, model: EvaluatedModel, settings: Settings) -> dict[str, Tensor]:
+    def _sample(self, model: EvaluatedModel, settings: SampleSettings) -> dict[str, Tensor]:
         prompts = self.prompts
         if model.model.startswith("expert:"):
             # The experts are in memory already. The oracle routing with the cluster of this expert for every image runs

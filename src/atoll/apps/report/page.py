@@ -13,10 +13,10 @@ from torch import Tensor
 from atoll.apps.evaluate.results import Diagnostics, plain
 from atoll.apps.evaluate.table import number, tables
 from atoll.apps.report.charts import Chart, Line, color, ticks
-from atoll.apps.report.data import Job, ReportData, machine
-from atoll.apps.report.gallery import Example, Row
+from atoll.apps.report.gallery import Example, GalleryRow
+from atoll.apps.report.summary import JobSummary, ReportData, machine
 from atoll.core.layout import CONFIG_FILE
-from atoll.ensemble import Settings
+from atoll.ensemble import SampleSettings
 from atoll.experts.validation import TIME_BINS, Summary
 
 # Images up to this many pixels a side are stored as PNG, without loss. Larger ones would make the page heavy: WebP at
@@ -34,7 +34,7 @@ LOSSES = {
 }
 
 
-def page(data: ReportData, settings: Settings, examples: list[Example], *, rows: list[Row]) -> str:
+def page(data: ReportData, settings: SampleSettings, examples: list[Example], *, rows: list[GalleryRow]) -> str:
     """Return one self-contained HTML document, images first."""
     environment = Environment(
         loader=PackageLoader(__package__, ""),
@@ -63,6 +63,7 @@ def page(data: ReportData, settings: Settings, examples: list[Example], *, rows:
         first=next((row for row in mixed if row.model.routing == settings.routing), None),
         routed=next((row for row in mixed if row.probabilities is not None), None),
         inline=inline,
+        open=Image.open,
         band=band,
         color=color,
         ticks=ticks,
@@ -101,7 +102,7 @@ def band(probabilities: Tensor, column: int) -> list[str]:
 
 def losses(data: ReportData) -> dict[str, Chart]:
     """Return the loss curves by title, one chart for each objective."""
-    kinds: dict[str, list[Job]] = {}
+    kinds: dict[str, list[JobSummary]] = {}
     for job in data.jobs:
         if job.metrics:
             kinds.setdefault(job.objective, []).append(job)
@@ -116,7 +117,7 @@ def losses(data: ReportData) -> dict[str, Chart]:
 
 
 def diagnostic_charts(data: ReportData, found: Diagnostics) -> dict[str, Chart]:
-    """Return the charts over time: of the router, and of the held-out errors."""
+    """Return the charts over time: of the router, and of the validation errors."""
     charts: dict[str, Chart] = {}
     if found.experts is None:
         return charts
@@ -125,7 +126,7 @@ def diagnostic_charts(data: ReportData, found: Diagnostics) -> dict[str, Chart]:
             Line("accuracy", _over_time(router.accuracy), color(0)),
             Line("confidence", _over_time(router.confidence), color(1)),
         ]
-        sizes = [cluster.held_out for cluster in data.clusters]
+        sizes = [cluster.validation for cluster in data.clusters]
         if sum(sizes):
             # A router without any information can still always choose the largest cluster.
             chance = max(sizes) / sum(sizes)
@@ -136,7 +137,7 @@ def diagnostic_charts(data: ReportData, found: Diagnostics) -> dict[str, Chart]:
     lines = [Line(f"experts, {name}", _over_time(error), color(i)) for i, (name, error) in enumerate(routed)]
     for name, error in found.dense.items():
         lines.append(Line(name, _over_time(error), DENSE.get(name, "var(--ink)"), dashed=True))
-    charts["errors"] = Chart(lines, TIME_AXIS, "error", "held-out velocity error over time")
+    charts["errors"] = Chart(lines, TIME_AXIS, "error", "validation velocity error over time")
     return charts
 
 

@@ -1,8 +1,8 @@
 """Admission: the checks that every network must pass, from the cheapest to the most expensive.
 
 1. The manifest: plain JSON, known files, sizes within the policy, the signature of a publisher or owner.
-2. The declaration: the right job and clusters; data, latents and statistics of this run; an objective and a network
-   that the policy allows.
+2. The declaration: the right job and clusters; data, latents, statistics and cluster density of this run; an objective
+   and a network that the policy allows.
 3. The files, in quarantine: hashes, exactly filled safetensors, the tensor names, shapes and dtypes of the declared
    network (built on the meta device, without memory), finite values, no copy of another network of the run.
 4. Its behavior, measured on the shards of the run (`atoll.apps.share.measured`).
@@ -25,21 +25,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from atoll import flow
-from atoll.apps.share.density_files import check_density_file, max_density_bytes
 from atoll.apps.share.measured import check_copy, check_measured, float32_options
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.safetensors_headers import safetensors_header
 from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Kind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent, StartSpec
 from atoll.core.networks import read_network
 from atoll.data.dataset import Shards
+from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Statistics
-from atoll.experts.density import DENSITY_FILE
 from atoll.experts.expert import open_expert
-from atoll.experts.run import expert_of_artifact
+from atoll.experts.run import reference_of_artifact
 from atoll.nets import DiT, Router, build
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
 from atoll.verify.trust import Network, Policy
@@ -87,7 +86,7 @@ class Contribution:
         return tuple(range(len(self.shards))) if number is None else (number,)
 
     @property
-    def kind(self) -> Kind[Any]:
+    def kind(self) -> ArtifactKind[Any]:
         """The kind of artifact that it must be."""
         return ROUTER if self.job == layout.ROUTER else EXPERT
 
@@ -139,9 +138,7 @@ def review(
         if measure:
             data = [Artifact(quarantine, layout.shards(cluster)) for cluster in clusters]
             for target, own in zip(data, shards, strict=True):
-                # The density of an expert is computed again from all of its cluster; the others need held-out images.
-                only = "" if layout.is_expert(job) else "held-out-"
-                fetch(remote.store, target.name, own, target=target, only=only, quiet=True)
+                fetch(remote.store, target.name, own, target=target, quiet=True)
             check_behavior(contribution, artifact, data)
             if finished is not None:
                 check_copies(remote, artifact, data, finished=finished)
@@ -172,8 +169,8 @@ def check_new(remote: RemoteRun, job: str, network: Network) -> None:
 
 def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *, finished: Path) -> None:
     """Refuse a network that behaves like another one of the run."""
-    space = Shards(data, "held-out").statistics
-    expert = open_expert(expert_of_artifact(artifact, artifact.open(EXPERT)), space, float32_options())
+    space = Shards(data, "validation").statistics
+    expert = open_expert(reference_of_artifact(artifact, EXPERT, artifact.open(EXPERT)), space, float32_options())
     for job, network in remote.networks().items():
         name = layout.final(job)
         if job == layout.ROUTER or name == artifact.name:
@@ -186,7 +183,7 @@ def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *,
             # Its EMA weights and its density are not needed.
             manifest = replace(manifest, files={file: manifest.files[file] for file in (CONFIG_FILE, WEIGHTS_FILE)})
             fetch(remote.store, name, manifest, target=target, quiet=True)
-            reference = expert_of_artifact(target, manifest, VerifiedFiles(target, manifest))
+            reference = reference_of_artifact(target, EXPERT, manifest, VerifiedFiles(target, manifest))
             other = open_expert(reference, space, float32_options())
         except _BUILD_ERRORS:
             # Nobody can use a network that is missing or damaged in the store. It must not stop the others.
@@ -209,11 +206,10 @@ def check_declaration(contribution: Contribution) -> None:
         _check_objective(contribution)
     tensors = declared_tensors(contribution)
     tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    density = max_density_bytes(contribution.data)
+    # The tensors, and at most 1 kB of header for each.
+    limit = tensor_bytes + 1024 * (len(tensors) + 64)
     for name, entry in contribution.manifest.files.items():
-        # The tensors, and at most 1 kB of header for each.
-        limit = max(tensor_bytes, density) + 1024 * (len(tensors) + 64)
-        if entry.size > limit:
+        if name != DENSITY_FILE and entry.size > limit:
             raise Refused(f"{name} has {entry.size:,} bytes; the declared network needs at most {limit:,}")
     try:
         content = kind.parse(contribution.manifest, contribution.name)
@@ -256,6 +252,11 @@ def _check_origin(contribution: Contribution) -> None:
             raise Refused(f"its field {key!r} differs from that of cluster {clusters[0]} of this run")
     if contribution.manifest.made_from.get("data") != [own.digest for own in contribution.shards]:
         raise Refused(f"it was not trained on the shards of cluster {', '.join(map(str, clusters[:8]))} of this run")
+    if layout.is_expert(contribution.job):
+        # The owner fitted it to the shards, whose digests the root lists, so its values need no check.
+        own, expected = (made.files.get(DENSITY_FILE) for made in (contribution.manifest, contribution.shards[0]))
+        if own != expected:
+            raise Refused(f"its {DENSITY_FILE} is not the density in the shards of cluster {clusters[0]} of this run")
     start, declared = contribution.start, (claims.get("start"), contribution.manifest.made_from.get("start"))
     if declared != ((start.model_dump(mode="json"), start.manifest) if start else (None, None)):
         raise Refused("it did not begin with the shared start of this run" if start else "it declares a shared start")
@@ -263,7 +264,8 @@ def _check_origin(contribution: Contribution) -> None:
 
 def _check_conditioning(contribution: Contribution) -> None:
     data, conditioning = contribution.data, contribution.claims.get("conditioning")
-    possible = ({"text", "pooled"} if data.text else set()) | ({"label"} if data.labels else set())
+    text = {"pooled", "arguments" if data.text.base else "text"} if data.text else set()
+    possible = text | ({"label"} if data.labels else set())
     if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
         raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
 
@@ -297,9 +299,16 @@ def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
         raise Refused("it does not declare its network")
     kind = description.get("_class_name")
     allowed = ("Router",) if contribution.job == layout.ROUTER else contribution.policy.networks
-    if kind not in allowed:
-        raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
-    check_bounded(description, "network")
+    text = contribution.data.model_dump(mode="json")["text"]
+    if contribution.job != layout.ROUTER and text and text["base"]:
+        # The shards declare the base: nothing of the contributor's is built but the adapter.
+        check_bounded(description.get("lora"), "lora")
+        if {**description, "lora": None} != {**text["base"], "lora": None}:
+            raise Refused("its base network is not the one that the data of this run was prepared for")
+    else:
+        if kind not in allowed:
+            raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
+        check_bounded(description, "network")
     shape = contribution.data.latents.shape
     longest = max(side for size in (shape[1:], *(contribution.data.latents.sizes or ())) for side in size)
     side = description.get("size", description.get("sample_size", longest))
@@ -338,19 +347,17 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
         for name, tensor in declared_tensors(contribution).items()
     }
     for file in contribution.manifest.files:
-        if not file.endswith(".safetensors"):
+        # The density has the hash of the one in the shards (`_check_origin`).
+        if not file.endswith(".safetensors") or file == DENSITY_FILE:
             continue
         found = safetensors_header(artifact.path(file))
-        if file == DENSITY_FILE:
-            check_density_file(contribution.data, found, artifact.path(file))
-        elif unknown := sorted(set(found) - set(expected)):
+        if unknown := sorted(set(found) - set(expected)):
             raise Refused(f"{file} has a tensor {unknown[0][:80]!r} that the declared network lacks")
-        elif file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
+        if file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
             raise Refused(f"{file} has no tensor {missing[0]!r}")
-        else:
-            for name, kind in found.items():
-                if kind != expected[name]:
-                    raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
+        for name, kind in found.items():
+            if kind != expected[name]:
+                raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
         _check_finite(artifact.path(file))
     with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
         return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))

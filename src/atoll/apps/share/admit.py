@@ -4,14 +4,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from atoll.apps.share.lease_records import LeaseStatus, State, list_leases
+from atoll.apps.share.lease_records import LeaseState, LeaseStatus, list_leases
 from atoll.apps.share.leases import Lease, LeaseLost
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.verify.untrusted import Refused
 
-REVIEWABLE: tuple[State, ...] = ("proposed", "held", "done")
+REVIEWABLE: tuple[LeaseState, ...] = ("proposed", "held", "done")
 """States of a contribution that an admitter may take: also of one whose earlier reviewer stopped before the end."""
 
 

@@ -27,8 +27,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from atoll.apps.share.store import Entry, Store
 from atoll.core import layout
-from atoll.core.artifacts import to_json
-from atoll.core.config_sections import Section
+from atoll.core.artifacts import Content, to_json
 from atoll.core.errors import wrong_fields
 from atoll.verify.signing import Role, Signature
 from atoll.verify.untrusted import Refused, printable, strict_json
@@ -66,15 +65,15 @@ _OVERRIDE_KEY = r"^(experts|networks|train)(\.[A-Za-z0-9_-]{1,64}){0,3}$"
 _HEX_32, _HEX_64 = r"^[0-9a-f]{32}$", r"^[0-9a-f]{64}$"
 _CHECKPOINT = rf"^{layout.CHECKPOINTS_PATTERN}/[0-9a-f]{{16}}@[0-9a-f]{{64}}$"
 
-State = Literal["held", "released", "failed", "proposed", "refused", "done"]
+LeaseState = Literal["held", "released", "failed", "proposed", "refused", "done"]
 
 
-class Record(Section):
+class Record(Content):
     """The content of a lease key."""
 
     epoch: int = Field(ge=0, le=LAST_EPOCH)
     """Number of the record. The last one of the chain is the current record of the job."""
-    state: State
+    state: LeaseState
     """What the holder does with the job, or how it ended."""
     holder: str = Field(max_length=200)
     """Name of the worker, which the contributor chooses or which is random: a host name would be published."""

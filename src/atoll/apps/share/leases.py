@@ -37,9 +37,9 @@ from atoll.apps.share.lease_records import (
     MAX_WHY,
     Authority,
     Chain,
+    LeaseState,
     Record,
     RecordChanges,
-    State,
     get_lease,
     key_of,
     list_keys,
@@ -107,7 +107,7 @@ class Lease:
         *,
         holder: str | None = None,
         overrides: dict[str, str] | None = None,
-        state: tuple[State, ...] = (),
+        state: tuple[LeaseState, ...] = (),
         epoch: int | None = None,
         authority: Authority | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -169,12 +169,12 @@ class Lease:
         """Create the record of the next epoch with all pending changes; raise `LeaseLost` if another worker did."""
         self._advance("held", changes)
 
-    def end(self, state: State, **changes: Unpack[RecordChanges]) -> None:
+    def end(self, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
         """Give up the job, finished or not. This record is the commit: only the holder can create it."""
         self._advance(state, changes)
         self._wake.set()
 
-    def _advance(self, state: State, changes: RecordChanges) -> None:
+    def _advance(self, state: LeaseState, changes: RecordChanges) -> None:
         with self._renew_lock:
             if self._ended:  # a renewal that waited for the lock while `end` ran must not reopen the lease
                 raise LeaseLost(f"{self.job}: the lease has ended")

@@ -1,19 +1,19 @@
 """The behavior of a network, measured on the shards of its run before somebody signs for it.
 
-A contributor declares a held-out loss, and chooses the seed of its noise. So an admitter measures again with a seed of
-its own, and everywhere that sampling looks: with the condition, with the null condition, and guided over a few steps of
+A contributor declares a validation loss, and chooses the seed of its noise. So an admitter measures again with another
+seed, and everywhere that sampling looks: with the condition, with the null condition, and guided over a few steps of
 the solver. The reference is a network of the same kind that was never trained, on the same noised images. The errors
 of both are compared in *bands*: ten bins of the time, and each single time of a solver with a random number of steps,
 of which the first is t = 1. A mean over all times would hide an expert that is wrong only at some of them. These images
-are training images: an expert that memorizes a small cluster is honest, but worse than an untrained network on held-out
-images. The limit of the policy is for held-out images.
+are training images: an expert that memorizes a small cluster is honest, but worse than an untrained network on
+validation images. The limit of the policy is for validation images.
 
 The error in a band is that of the denoised image x - t v, which is t² times the error of the velocity v. Less noise
 leaves less to guess, so this error falls as t falls, for every prediction. An untrained x0 network has an error as
 large as the data even at t = 0, where it bounds nothing; there an expert is compared with itself at larger times.
 
-An expert must also differ from the other networks of the run, and its density must be the one that its shards give. A
-loss cannot find everything: see "What is not protected" in docs/explanation/trust.md.
+An expert must also differ from the other networks of the run. A loss cannot find everything: see "What is not
+protected" in docs/explanation/trust.md.
 """
 
 import math
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional
 
@@ -34,10 +33,9 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.device import device, full_float32
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent
 from atoll.data.dataset import Batch, Shards
-from atoll.experts.density import DENSITY_FILE, Density, fit_density
-from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert, open_router
-from atoll.experts.run import expert_of_artifact, router_of_artifact
-from atoll.experts.validation import TIME_BINS, ValidationSet, condition_of, time_weight, validate
+from atoll.experts.expert import DeviceOptions, OpenExpert, condition_of, open_expert, open_router
+from atoll.experts.run import reference_of_artifact
+from atoll.experts.validation import TIME_BINS, ValidationSet, time_weight, validate
 from atoll.nets import build
 from atoll.verify.trust import Policy
 from atoll.verify.untrusted import Refused
@@ -45,9 +43,9 @@ from atoll.verify.verified_files import VerifiedFiles
 
 # Other hardware and precisions round differently. A choice, not a measurement: an order of magnitude above rounding.
 CLAIM_TOLERANCE = 0.1
-"""Maximum relative difference between the claimed and the measured held-out loss."""
+"""Maximum relative difference between the claimed and the measured validation loss."""
 IMAGES = 128
-"""Held-out images of each cluster for measurements with the admitter's seed: 1,280 rows, an error of 3 to 9 %."""
+"""Validation images of each cluster for measurements with the admitter's seed: 1,280 rows, an error of 3 to 9 %."""
 UNTRAINED = 0.999
 """An expert's loss must be below this part of that of an untrained network, on equal rows. 8 steps of 8 images reach
 0.98 with velocities and 0.998 with DDPM. Untrained weights with noise of 1e-4 have more (a test)."""
@@ -76,8 +74,6 @@ COPY = 0.002
 """Two networks whose outputs differ by less than this part of what training changed (mean squares) are copies. Two tiny
 experts from equal weights with 20 steps on similar clusters had 0.02; experts of `atoll demo` have 0.42 or more, and an
 expert and the monolith 0.26. Copies with noise of 1 % of each tensor's standard deviation have 1e-5, with 5 % 3e-4."""
-DENSITY_TOLERANCE = 1e-3
-"""Relative difference of densities. Float32 and other processors give 1e-6."""
 
 
 def float32_options() -> DeviceOptions:
@@ -88,42 +84,42 @@ def float32_options() -> DeviceOptions:
 @torch.no_grad()
 def check_measured(artifact: Artifact, manifest: Manifest, data: list[Artifact], *, policy: Policy) -> None:
     """Refuse a network that does not do what it claims. `data` are the shards of its clusters."""
-    held_out, job = Shards(data, "held-out"), manifest.content["job"]
+    validation, job = Shards(data, "validation"), manifest.content["job"]
     files = VerifiedFiles(artifact, manifest)
-    if not len(held_out) and policy.max_held_out_loss is not None:
-        raise Refused(f"{job} has no held-out images to check the limit {policy.max_held_out_loss} with")
+    if not len(validation) and policy.max_validation_loss is not None:
+        raise Refused(f"{job} has no validation images to check the limit {policy.max_validation_loss} with")
     if job == layout.ROUTER:
-        if len(held_out):
-            _check_router(artifact, manifest, held_out, files=files)
+        if len(validation):
+            _check_router(artifact, manifest, validation, files=files)
     else:
         content = EXPERT.parse(manifest, artifact.folder)
-        expert = open_expert(expert_of_artifact(artifact, manifest, files), held_out.statistics, float32_options())
-        if len(held_out):
-            _check_claim(expert, content, held_out, seed=_claimed_seed(manifest))
-            _check_limit(expert, held_out, policy)
+        expert = open_expert(
+            reference_of_artifact(artifact, EXPERT, manifest, files), validation.statistics, float32_options()
+        )
+        if len(validation):
+            _check_claim(expert, content, validation, seed=_claimed_seed(manifest))
+            _check_limit(expert, validation, policy)
         check_expert(expert, Shards(data, "train"))
-    if DENSITY_FILE in manifest.files:
-        _check_density(Density.from_tensors(load(bytes(files.read(DENSITY_FILE)))), Shards(data, "train"))
 
 
-def _check_claim(expert: OpenExpert, content: ExpertContent, held_out: Shards, *, seed: int) -> None:
+def _check_claim(expert: OpenExpert, content: ExpertContent, validation: Shards, *, seed: int) -> None:
     """Compare the declared loss with the one that is measured in the same way."""
-    loss = validate(expert.velocity, held_out, seed=seed, conditioning=expert.conditioning, device=expert.device).mean
-    claim = content.held_out_loss
+    loss = validate(expert.velocity, validation, seed=seed, conditioning=expert.conditioning, device=expert.device).mean
+    claim = content.validation_loss
     if loss is None or not math.isfinite(loss) or claim is None or abs(claim - loss) > CLAIM_TOLERANCE * loss:
-        raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
+        raise Refused(f"it claims a validation loss of {claim}; measured here: {loss:.4g}")
 
 
-def _check_limit(expert: OpenExpert, held_out: Shards, policy: Policy) -> None:
+def _check_limit(expert: OpenExpert, validation: Shards, policy: Policy) -> None:
     """Compare the loss with the limit of the policy, with a seed of our own."""
-    if (limit := policy.max_held_out_loss) is None:
+    if (limit := policy.max_validation_loss) is None:
         return
     seed = secrets.randbelow(1 << 31)
     loss = validate(
-        expert.velocity, held_out, seed=seed, conditioning=expert.conditioning, limit=IMAGES, device=expert.device
+        expert.velocity, validation, seed=seed, conditioning=expert.conditioning, limit=IMAGES, device=expert.device
     ).mean
     if loss is None or not loss <= limit:
-        raise Refused(f"its held-out loss on the shards of this run is {loss:.4g}; the limit is {limit}")
+        raise Refused(f"its validation loss on the shards of this run is {loss:.4g}; the limit is {limit}")
 
 
 @torch.no_grad()
@@ -162,7 +158,7 @@ def _untrained(expert: OpenExpert, seed: int) -> OpenExpert:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = build(expert.declaration.network).eval().to(expert.device)
-    return OpenExpert(expert.declaration, network, expert.dtype, expert.change)
+    return OpenExpert(expert.declaration, network, expert.dtype, expert.rescaling)
 
 
 _VelocityField = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -297,9 +293,9 @@ def check_copy(expert: OpenExpert, other: OpenExpert, data: list[Artifact]) -> N
     compared with what training changed: mean |v_a - v_b|^2 / mean |v_a - v_untrained|^2. Outputs do not depend on the
     order of neurons or on factors between layers, by which somebody could disguise a copy.
     """
-    seed, held_out = secrets.randbelow(1 << 31), Shards(data, "held-out")
-    # Two networks that were trained on an image agree on it, so held-out images distinguish them better.
-    images = held_out if len(held_out) else Shards(data, "train")
+    seed, validation = secrets.randbelow(1 << 31), Shards(data, "validation")
+    # Two networks that were trained on an image agree on it, so validation images distinguish them better.
+    images = validation if len(validation) else Shards(data, "train")
     fields = _Field(expert), _Field(other), _Field(_untrained(expert, seed))
     between = changed = 0.0
     for part in ValidationSet(images, seed, COPY_IMAGES).batches(expert.device):
@@ -310,65 +306,21 @@ def check_copy(expert: OpenExpert, other: OpenExpert, data: list[Artifact]) -> N
         raise Refused(f"its outputs are those of {other.declaration.name}, up to noise")
 
 
-def _check_router(artifact: Artifact, manifest: Manifest, held_out: Shards, *, files: VerifiedFiles) -> None:
+def _check_router(artifact: Artifact, manifest: Manifest, validation: Shards, *, files: VerifiedFiles) -> None:
     """Measure the cross-entropy of a router; it must be finite with both conditions, and as good as it claims."""
     options = float32_options()
-    router = open_router(router_of_artifact(artifact, manifest, files), options)
-    claim = ROUTER.parse(manifest, artifact.folder).held_out_loss
+    router = open_router(reference_of_artifact(artifact, ROUTER, manifest, files), options)
+    claim = ROUTER.parse(manifest, artifact.folder).validation_loss
     for seed, null in ((_claimed_seed(manifest), False), (secrets.randbelow(1 << 31), True)):
         losses = []
-        for part in ValidationSet(held_out, seed).batches(options.device):
+        for part in ValidationSet(validation, seed).batches(options.device):
             condition = condition_of(part.batch, router.declaration.conditioning)
             logits = router.logits(part.noised.input, part.noised.t, condition.unconditional() if null else condition)
             losses.append(functional.cross_entropy(logits, part.batch.cluster, reduction="none"))
         loss = torch.cat(losses).mean().item()
         wrong = not null and (claim is None or abs(claim - loss) > CLAIM_TOLERANCE * max(loss, 0.1))
         if not math.isfinite(loss) or wrong:
-            raise Refused(f"it claims a held-out loss of {claim}; measured here: {loss:.4g}")
-
-
-def _check_density(found: Density, train: Shards) -> None:
-    """Compare the density of an expert with the one of its shards."""
-    expected = fit_density(train)
-    if expected is None:
-        raise Refused(f"{DENSITY_FILE} is a density of too few images; it would reveal them")
-    pairs = [("latents", found, expected)]
-    # `check_files` compared the names of the tensors, so both have the same sizes.
-    pairs += [(f"latents of {size}", found.sizes[size], own) for size, own in expected.sizes.items()]
-    if expected.caption is not None:
-        assert found.caption is not None  # `check_files` compared the names of the tensors
-        pairs.append(("captions", found.caption, expected.caption))
-    for what, one, other in pairs:
-        if difference(one, other) > DENSITY_TOLERANCE:
-            raise Refused(f"{DENSITY_FILE} is not the density of the {what} of its shards")
-    if expected.classes is not None and (found.classes is None or not torch.equal(found.classes, expected.classes)):
-        raise Refused(f"{DENSITY_FILE} does not count the classes of its shards")
-
-
-def difference(a: Density, b: Density) -> float:
-    """Return the largest relative difference of two densities: of mean, variances, count and the space of directions.
-
-    It is infinite if directions are not orthonormal. Directions may be rotated among equal variances. So the matrices
-    U diag(l) U^T are compared, by their squared Frobenius norm, which needs only U_a^T U_b of shape (rank, rank).
-    """
-    if a.variances.shape != b.variances.shape:
-        return math.inf
-    for one in (a, b):
-        gram = one.directions.double() @ one.directions.double().T
-        if not torch.allclose(gram, torch.eye(len(gram), dtype=torch.float64), atol=1e-4):
-            return math.inf
-    overlap = (a.directions.double() @ b.directions.double().T).square()
-    la, lb = a.variances.double(), b.variances.double()
-    between = la.square().sum() + lb.square().sum() - 2 * (la[:, None] * overlap * lb).sum()
-    parts = [
-        (between.clamp(min=0) / lb.square().sum().clamp(min=1e-12)).sqrt(),
-        (a.mean.double() - b.mean.double()).norm() / b.mean.double().norm().clamp(min=1e-6),
-        (a.rest.double() - b.rest.double()).abs() / b.rest.double(),
-        (a.count.double() - b.count.double()).abs() / b.count.double().clamp(min=1),
-        # Small variances, too, have a large effect on the logarithm of the density.
-        *((la.sort()[0] - lb.sort()[0]).abs() / (lb.sort()[0] + b.rest.double())),
-    ]
-    return max(part.item() if part.isfinite() else math.inf for part in parts)
+            raise Refused(f"it claims a validation loss of {claim}; measured here: {loss:.4g}")
 
 
 def _claimed_seed(manifest: Manifest) -> int:

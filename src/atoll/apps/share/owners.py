@@ -30,14 +30,14 @@ from atoll.verify.trust import (
     VALID_DAYS,
     Network,
     Root,
+    RootChain,
     Signed,
-    Trust,
     parse_signed,
 )
 from atoll.verify.untrusted import Refused
 
 
-def create_root(run: Path, signer: Signer) -> Trust:
+def create_root(run: Path, signer: Signer) -> RootChain:
     """Create version 1 of the root. Its owner is the signer, who may also publish and admit; `add` lists others."""
     shards = [Artifact(run, name).manifest() for name in layout.shard_folders(run)]
     count = configuration.load(run).clusters.count
@@ -57,7 +57,7 @@ def create_root(run: Path, signer: Signer) -> Trust:
     return _own_trust(run)
 
 
-def draft_of(run: Path, trust: Trust) -> Signed[Root] | None:
+def draft_of(run: Path, trust: RootChain) -> Signed[Root] | None:
     """Return the next version of the root, if one waits for signatures."""
     for name, data in files_below(run, layout.ROOTS).items():
         signed = parse_signed(Root, data, name)
@@ -93,7 +93,7 @@ def sign_root(run: Path, signer: Signer) -> Signed[Root]:
     return _sign(run, draft, trust, signer=signer)
 
 
-def _sign(run: Path, signed: Signed[Root], trust: Trust, *, signer: Signer) -> Signed[Root]:
+def _sign(run: Path, signed: Signed[Root], trust: RootChain, *, signer: Signer) -> Signed[Root]:
     root = signed.content
     if signer.public not in (*root.owners.values(), *trust.current.owners.values()):
         raise AtollError(f"your key ({signer.public}) is not that of an owner of this run; pass it with --key")
@@ -103,7 +103,7 @@ def _sign(run: Path, signed: Signed[Root], trust: Trust, *, signer: Signer) -> S
     return made
 
 
-def _own_trust(run: Path) -> Trust:
+def _own_trust(run: Path) -> RootChain:
     trust = local_trust(run)
     if trust is None:
         raise AtollError(f"{run} is not shared yet; share it with: atoll push {run} URL")
@@ -121,7 +121,7 @@ def _settings_digest(run: Path) -> str:
 # Push
 
 
-def push(run: Path, store: Store, signer: Signer) -> tuple[Trust, list[str]]:
+def push(run: Path, store: Store, signer: Signer) -> tuple[RootChain, list[str]]:
     """Upload root, settings, shards and finished networks of a run; return the root and the names of the artifacts.
 
     Objects that the store already has are not sent again. Networks pass all checks before they are signed.
@@ -159,7 +159,7 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[Trust, list[str]]:
     return trust, sent + _push_networks(remote, run)
 
 
-def _check_store(store: Store, run: Path, trust: Trust) -> None:
+def _check_store(store: Store, run: Path, trust: RootChain) -> None:
     """Raise an error if the store holds another run, or a later version of this one."""
     files = read_all(store, layout.ROOTS)
     if not files and store.entry(CONFIG_FILE):
@@ -168,7 +168,7 @@ def _check_store(store: Store, run: Path, trust: Trust) -> None:
             raise AtollError(f"{store.url}/{CONFIG_FILE} exists and differs from {run / CONFIG_FILE}; use another URL")
     elif files:
         try:
-            stored = Trust.of(files, trust.roots[0].digest, store.url)
+            stored = RootChain.of(files, trust.roots[0].digest, store.url)
         except AtollError as error:
             raise AtollError(f"{store.url} holds another run than {run}; use another URL ({error})") from error
         if len(stored.roots) > len(trust.roots):

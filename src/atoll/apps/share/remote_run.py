@@ -35,9 +35,9 @@ from atoll.verify.trust import (
     Network,
     Policy,
     Root,
+    RootChain,
     Signed,
     Snapshot,
-    Trust,
     parse_signed,
 )
 from atoll.verify.untrusted import Refused, strict_json
@@ -70,10 +70,10 @@ class Access:
 
 @dataclass
 class RemoteRun:
-    """A shared run whose root and settings are verified. It signs and verifies for the leases (`leases.Authority`)."""
+    """A shared run whose root and settings are verified. It is the `lease_records.Authority` of its leases."""
 
     store: Store
-    trust: Trust
+    trust: RootChain
     config: Config
     signer: Signer | None = None
 
@@ -93,7 +93,7 @@ class RemoteRun:
                 f"{store.url}: anyone could have written this run. Add the fingerprint that its owner got from atoll "
                 f"push ('{store.url}{FRAGMENT}…', or --trust), or accept that risk with --unsigned"
             )
-        trust = Trust.of(files, fingerprint or Trust.first(files, store.url), store.url)
+        trust = RootChain.of(files, fingerprint or RootChain.first(files, store.url), store.url)
         trust.check_valid(store.url)
         check_seen(trust)
         settings = _read_settings(store, trust)
@@ -123,7 +123,7 @@ class RemoteRun:
         return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous))
 
     def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
-        """Return the name of the signer, or raise `Refused`; `listed` as in `Trust.verify`."""
+        """Return the name of the signer, or raise `Refused`; `listed` as in `RootChain.verify`."""
         if signature is None:
             raise Refused(f"{slot or role} is not signed")
         if signature.version > self.trust.current.version:
@@ -151,7 +151,7 @@ class RemoteRun:
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
         files = read_all(self.store, layout.ROOTS)
-        self.trust = Trust.of(files, self.trust.roots[0].digest, self.store.url)
+        self.trust = RootChain.of(files, self.trust.roots[0].digest, self.store.url)
         check_seen(self.trust)
 
     def write_signature(self, role: Role, name: str, digest: str, *, previous: str | None = None) -> None:
@@ -160,7 +160,7 @@ class RemoteRun:
             self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
 
     def read_signature(self, role: Role, name: str, digest: str, *, listed: bool = False) -> Signature:
-        """Return the valid signature over an artifact, or raise `Refused`; `listed` as in `Trust.verify`."""
+        """Return the valid signature over an artifact, or raise `Refused`; `listed` as in `RootChain.verify`."""
         key = signature_key(name, digest)
         data = self.store.read(key, _MAX_SIGNATURE)
         if data is None:
@@ -259,7 +259,7 @@ def without_root(store: Store) -> str:
     return f"{store.url} has no signed root: its upload is not complete; its owner finishes it with: atoll push RUN URL"
 
 
-def _read_settings(store: Store, trust: Trust) -> bytes:
+def _read_settings(store: Store, trust: RootChain) -> bytes:
     settings = store.read(CONFIG_FILE, MAX_SETTINGS)
     if settings is None or hashlib.sha256(settings).hexdigest() != trust.current.settings:
         state = "is missing" if settings is None else "is not the one that the owners signed"
@@ -279,7 +279,7 @@ def _save_copy(folder: Path, settings: bytes, config: Config) -> Config:
     return local
 
 
-def _keep_root(folder: Path, trust: Trust, data: bytes) -> None:
+def _keep_root(folder: Path, trust: RootChain, data: bytes) -> None:
     """Write one object to the local copy, if it is a version of the verified root."""
     try:
         signed = parse_signed(Root, data, "root")

@@ -14,7 +14,7 @@ import yaml
 
 from atoll.core import config as configuration
 from atoll.core.config import Config, PlainLoader
-from atoll.core.config_sections import Train
+from atoll.core.config_sections import TrainSection
 from atoll.core.errors import AtollError
 from atoll.encoders.hub import public_name
 from atoll.verify.untrusted import MAX_TEXT, Refused, check_bounded
@@ -30,7 +30,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "text": None,
     "experts": None,
     "networks": None,
-    "train": frozenset(Train.model_fields) - {"init_from", "trackers", "workers"},
+    "train": frozenset(TrainSection.model_fields) - {"init_from", "trackers", "workers"},
     "shared_start": None,
     "router": None,
     "monolith": None,
@@ -68,8 +68,10 @@ def shared_part(config: Config) -> bytes:
     """Return the shared settings of a run as YAML; equal configurations give equal bytes.
 
     Raise an error if `train.init_from` is set: other machines cannot read that folder and would silently start from
-    other weights.
+    other weights. A base model is refused too: its folder would be a path of this machine.
     """
+    if any(isinstance(network, dict) and "base" in network for network in config.networks.values()):
+        raise AtollError("networks has a base model; a run on a base model cannot be shared")
     if config.train.init_from is not None:
         raise AtollError(
             f"train.init_from is {config.train.init_from}, a folder of this machine, and contributors would start from "

@@ -22,7 +22,7 @@ from uuid import uuid4
 from obstore import exceptions
 from obstore.store import MemoryStore, from_url
 
-from atoll.apps.share.folder import Folder, ObjectMeta
+from atoll.apps.share.folder_store import Folder, ObjectMeta
 from atoll.core.errors import AtollError, first_line
 from atoll.verify.untrusted import Refused
 

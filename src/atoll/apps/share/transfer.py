@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from obstore import exceptions
 
 from atoll.apps.share.store import ATTEMPTS, Store, backoff
-from atoll.core.artifacts import Artifact, Content, FileEntry, Kind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Content, FileEntry, Manifest
 from atoll.core.errors import AtollError, first_line
 from atoll.core.progress import progress
 from atoll.verify.untrusted import MAX_JSON, Refused, strict_manifest
@@ -34,12 +34,12 @@ PART_BYTES = 32 << 20
 # An order of magnitude: a few connections fill a line that one alone does not. Each upload holds one part in memory.
 PARALLEL_TRANSFERS = 6
 """Number of objects that are sent or received in parallel."""
-Task = TypeVar("Task")
+_Item = TypeVar("_Item")
 _SCRATCH = ".transfer"
 
 
 @dataclass(frozen=True)
-class Part:
+class ObjectPart:
     """One object of the store: a file, or a part of a large one."""
 
     key: str
@@ -47,13 +47,13 @@ class Part:
     size: int
 
 
-def parts_of(name: str, entry: FileEntry) -> list[Part]:
+def parts_of(name: str, entry: FileEntry) -> list[ObjectPart]:
     """Return the objects that hold a file."""
     if entry.size <= PART_BYTES:
-        return [Part(f"{name}/sha256/{entry.sha256}", 0, entry.size)]
+        return [ObjectPart(f"{name}/sha256/{entry.sha256}", 0, entry.size)]
     starts = range(0, entry.size, PART_BYTES)
     return [
-        Part(f"{name}/sha256/{entry.sha256}.{number:04d}", start, min(PART_BYTES, entry.size - start))
+        ObjectPart(f"{name}/sha256/{entry.sha256}.{number:04d}", start, min(PART_BYTES, entry.size - start))
         for number, start in enumerate(starts)
     ]
 
@@ -79,7 +79,7 @@ def upload(store: Store, artifact: Artifact, manifest: Manifest, *, name: str, q
     stored = {entry.key: entry.size for entry in store.entries(f"{name}/sha256")}
     missing = {part.key: (file, part) for file, part in tasks if stored.get(part.key) != part.size}
 
-    def send(task: tuple[Path, Part]) -> int:
+    def send(task: tuple[Path, ObjectPart]) -> int:
         file, part = task
         with file.open("rb") as stream:
             stream.seek(part.offset)
@@ -104,26 +104,13 @@ def read_manifest(store: Store, name: str, digest: str) -> Manifest | None:
     return manifest
 
 
-def fetch(
-    store: Store,
-    name: str,
-    manifest: Manifest,
-    *,
-    target: Artifact,
-    only: str = "",
-    quiet: bool = False,
-) -> None:
-    """Download an artifact into the folder of a run, and verify every byte against the manifest.
-
-    With `only`, download only the files whose names start with it.
-    """
-    wanted = {file: entry for file, entry in manifest.files.items() if file.startswith(only)}
-    expected = replace(manifest, files=wanted)
-    if done := target.begin(Kind(manifest.kind, Content, manifest.version), manifest.made_from):
-        if done.digest != expected.digest:
+def fetch(store: Store, name: str, manifest: Manifest, *, target: Artifact, quiet: bool = False) -> None:
+    """Download an artifact into the folder of a run, and verify every byte against the manifest."""
+    if done := target.begin(ArtifactKind(manifest.kind, Content, manifest.version), manifest.made_from):
+        if done.digest != manifest.digest:
             raise AtollError(f"{target.folder} differs from {store.url}/{name}; move it away and download it again")
         return
-    missing = {file: entry for file, entry in wanted.items() if not _matches(target.path(file), entry)}
+    missing = {file: entry for file, entry in manifest.files.items() if not _matches(target.path(file), entry)}
     scratch = target.path(_SCRATCH)
     scratch.mkdir(parents=True, exist_ok=True)
     parts = {part.key: part for entry in missing.values() for part in parts_of(name, entry)}
@@ -139,7 +126,7 @@ def fetch(
     for file, entry in missing.items():
         _assemble(target, file, entry, pieces=[scratch / Path(part.key).name for part in parts_of(name, entry)])
     made = target.commit(manifest.content)
-    if made.digest != expected.digest:
+    if made.digest != manifest.digest:
         raise AtollError(
             f"{target.folder} holds files that {store.url}/{name} does not list; delete it and download it again"
         )
@@ -152,7 +139,7 @@ def _matches(file: Path, entry: FileEntry) -> bool:
         return hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256
 
 
-def _receive(store: Store, part: Part, scratch: Path) -> int:
+def _receive(store: Store, part: ObjectPart, scratch: Path) -> int:
     """Download one object into its scratch file, resuming an interrupted attempt."""
     file = scratch / Path(part.key).name
     attempt, done = 0, file.stat().st_size if file.exists() else 0
@@ -200,7 +187,7 @@ def _assemble(target: Artifact, name: str, entry: FileEntry, *, pieces: list[Pat
     raise Refused(f"{name} does not match its manifest (its SHA-256 differs)")
 
 
-def _run_parallel(what: str, work: Callable[[Task], int], tasks: Iterable[Task], *, total: int, quiet: bool) -> None:
+def _run_parallel(what: str, work: Callable[[_Item], int], tasks: Iterable[_Item], *, total: int, quiet: bool) -> None:
     """Run tasks in parallel and stop at the first failure. Each task returns the bytes that it moved."""
     with (
         ThreadPoolExecutor(PARALLEL_TRANSFERS) as pool,

@@ -17,7 +17,7 @@ from atoll import flow
 from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files
 from atoll.apps.share.admit import waits_for_review
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
-from atoll.apps.share.lease_records import LeaseStatus, RecordChanges, State, list_leases, new_name
+from atoll.apps.share.lease_records import LeaseState, LeaseStatus, RecordChanges, list_leases, new_name
 from atoll.apps.share.leases import DURATION, Lease, LeaseLost
 from atoll.apps.share.pull import pull_start
 from atoll.apps.share.remote_run import Access, RemoteRun, default_folder
@@ -32,7 +32,7 @@ from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
-from atoll.train.cost import parameter_count
+from atoll.experts.cost import parameter_count
 from atoll.train.job import train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, made_from, resolve_job
@@ -213,7 +213,7 @@ class Worker:
             self._end_lease(lease, "failed", why=public_reason(error), failures=lease.record.failures + 1)
         return False
 
-    def _end_lease(self, lease: Lease, state: State, **changes: Unpack[RecordChanges]) -> None:
+    def _end_lease(self, lease: Lease, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
         """End the lease, if this worker still holds it."""
         try:
             lease.end(state, **changes)
@@ -287,7 +287,7 @@ class Worker:
         if admits:
             network = Network(manifest=digest, weights=weights, publisher=self.remote.key)
             self.remote.write_snapshot({lease.job: network})
-        state: State = "done" if admits else "proposed"
+        state: LeaseState = "done" if admits else "proposed"
         lease.end(state, manifest=digest, images=spec.settings.total_images, checkpoint=None, published=0)
         self.store.delete(old)
         print(f"{spec.job}: {'published' if admits else 'waits for admission'}", flush=True)

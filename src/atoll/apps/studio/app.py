@@ -38,7 +38,7 @@ _PNG: dict[str, object] = {"content": {"image/png": {}}}
 _ERRORS = {
     400: "the body is not JSON", 401: "wrong or missing token", 403: "request for another host or from another site",
     404: "not found", 409: "not possible in the current state of the run", 413: "body too large", 422: "invalid value",
-    429: "queue full, or too many wrong tokens", 503: "the server is starting, stopping or failed",
+    429: "queue full", 503: "the server is starting, stopping or failed",
 }  # fmt: skip
 
 
@@ -87,47 +87,12 @@ def create_app(studio: Studio) -> FastAPI:
         description="Generate images with an ensemble of experts, and describe its run.",
     )  # fmt: skip
     app.add_middleware(SecurityMiddleware, token=studio.token)
-    _add_error_handlers(app)
-    _add_image_routes(app, studio)
-    _add_info_routes(app, studio)
-    _add_server_routes(app, studio)
-    return app
+    # All errors, including those of FastAPI, have the form of `ErrorResponse`.
+    for kind in (ApiError, AtollError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _respond_to_error)
 
+    # Images
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Give all errors, including those of FastAPI, the form of `ErrorResponse`."""
-
-    @app.exception_handler(ApiError)
-    async def api_error(_request: Request, error: ApiError) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(AtollError)
-    async def library_error(_request: Request, error: AtollError) -> Response:
-        return error_response(ApiError(409, str(error)))
-
-    @app.exception_handler(Exception)
-    async def unexpected_error(_request: Request, error: Exception) -> Response:
-        # Only the type: the message may contain paths or data that clients should not see.
-        return error_response(ApiError(500, f"the server failed: {type(error).__name__}"))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(_request: Request, error: HTTPException) -> Response:
-        response = error_response(ApiError(error.status_code, str(error.detail)))
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(_request: Request, error: RequestValidationError) -> Response:
-        if error.errors()[0]["type"] == "json_invalid":
-            return error_response(ApiError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}"))
-        errors = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
-        field = errors[0][0]
-        # A field with a union type has one error for each alternative. Only the first invalid field is reported.
-        message = " or: ".join(dict.fromkeys(message for other, message in errors if other == field))
-        return error_response(ApiError(422, f"{field}: {message}" if field else message, field))
-
-
-def _add_image_routes(app: FastAPI, studio: Studio) -> None:
     @app.post(
         "/v1/images",
         response_model=schemas.ImagesResponse,
@@ -148,8 +113,8 @@ def _add_image_routes(app: FastAPI, studio: Studio) -> None:
         if not studio.engine.cancel(id):
             raise ApiError(404, "there is no request with this id; it may have ended")
 
+    # Descriptions of the run
 
-def _add_info_routes(app: FastAPI, studio: Studio) -> None:
     @app.get("/v1/run", responses=_errors())
     def run() -> schemas.RunResponse:
         """Return models, experts, defaults and limits of the served run."""
@@ -181,10 +146,10 @@ def _add_info_routes(app: FastAPI, studio: Studio) -> None:
     def grid(job: Annotated[str, InPath(pattern=layout.JOB_PATTERN)]) -> FileResponse:
         """Return the newest grid of images that a job has sampled in training."""
         run = studio.models.run
-        return _file(None if run is None else run_info.newest_grid(run, job), "this job has sampled no images yet")
+        return _file(None if run is None else layout.newest_preview(run / job), "this job has sampled no images yet")
 
+    # The server and its page
 
-def _add_server_routes(app: FastAPI, studio: Studio) -> None:
     @app.get("/health", responses={503: {"model": schemas.Health, "description": "stopping or failed"}})
     def health(request: Request, response: Response) -> schemas.Health:
         """Return the state of the server; the reason only with the token."""
@@ -206,6 +171,30 @@ def _add_server_routes(app: FastAPI, studio: Studio) -> None:
         # A look-up in the list of files, not a path built from the name, so no name can leave the folder.
         known = {file.relative_to(PAGE).as_posix(): file for file in PAGE.rglob("*") if file.suffix in _TYPES}
         return _file(known.get(name), f"the page has no file {name[:100]!r}")
+
+    return app
+
+
+async def _respond_to_error(_request: Request, error: Exception) -> Response:
+    # Only the type of an unexpected error: its message may contain paths or data that clients should not see.
+    found = ApiError(500, f"the server failed: {type(error).__name__}")
+    if isinstance(error, ApiError):
+        found = error
+    elif isinstance(error, AtollError):
+        found = ApiError(409, str(error))
+    elif isinstance(error, HTTPException):
+        found = ApiError(error.status_code, str(error.detail))
+    elif isinstance(error, RequestValidationError):
+        errors = [(field_of(each["loc"]), str(each["msg"])) for each in error.errors()]
+        field = errors[0][0]
+        # A field with a union type has one error for each alternative. Only the first invalid field is reported.
+        message = " or: ".join(dict.fromkeys(message for other, message in errors if other == field))
+        found = ApiError(422, f"{field}: {message}" if field else message, field)
+        if error.errors()[0]["type"] == "json_invalid":
+            found = ApiError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}")
+    response = error_response(found)
+    response.headers.update((error.headers or {}) if isinstance(error, HTTPException) else {})
+    return response
 
 
 def _file(file: Path | None, message: str) -> FileResponse:

@@ -76,11 +76,6 @@ class Slot:
     key: Key | None = None
     """None for the null condition, which is always cached."""
 
-    @property
-    def conditioned(self) -> bool:
-        """Whether the request has a condition."""
-        return self.key is not None
-
     def release(self) -> None:
         """Give the slot back when the request ends."""
         if self.pool is not None and self.key is not None:
@@ -97,8 +92,18 @@ class ConditionCache:
 
     def acquire(self, keys: Sequence[Key]) -> list[Slot]:
         """Return a slot for each condition; conditions that are not cached are encoded in one batch."""
-        for parts in {self._parts(key) for key in keys}:
-            self._encode(parts, [key for key in keys if self._parts(key) == parts])
+        for parts in {self._parts(key) for key in keys if any(self._parts(key))}:
+            pool, own = self._pools.get(parts), [key for key in keys if self._parts(key) == parts]
+            new = list(dict.fromkeys(own)) if pool is None else pool.missing(own)
+            if not new:
+                continue
+            condition = self._sampler.encode(
+                [str(prompt) for prompt, _ in new] if parts[0] else None,
+                [label for _, label in new if label is not None] if parts[1] else None,
+            )
+            pool = self._pools.setdefault(parts, pool or SlotPool(condition[:1], self._count))
+            for row, key in enumerate(new):
+                pool.put(key, condition[row : row + 1])
         return [self._slot(key) for key in keys]
 
     def batch(self, slots: Sequence[Slot]) -> BatchConditions:
@@ -120,28 +125,9 @@ class ConditionCache:
         if not self._ensemble.conditioning:
             return Slot(None, 0)
         # Every pool has the null condition in its last row. Reusing a pool that exists lets unconditional images share
-        # the forward passes of conditioned ones.
-        return Slot(self._any_pool(), self._count)
-
-    def _encode(self, parts: tuple[bool, bool], keys: Sequence[Key]) -> None:
-        if not any(parts):
-            return
-        pool = self._pools.get(parts)
-        new = list(dict.fromkeys(keys)) if pool is None else pool.missing(keys)
-        if not new:
-            return
-        condition = self._sampler.encode(
-            [str(prompt) for prompt, _ in new] if parts[0] else None,
-            [label for _, label in new if label is not None] if parts[1] else None,
-        )
-        pool = self._pools.setdefault(parts, pool or SlotPool(condition[:1], self._count))
-        for row, key in enumerate(new):
-            pool.put(key, condition[row : row + 1])
-
-    def _any_pool(self) -> SlotPool:
-        """Return the first pool; if there is none, create one for prompts or, without text, for classes."""
+        # the forward passes of conditioned ones. If there is none, create one for prompts, or for classes without text.
         if not self._pools:
             text = bool(self._ensemble.conditioning & {"text", "pooled"})
             example = self._sampler.encode([""]) if text else self._sampler.encode(labels=[0])
             self._pools[text, not text] = SlotPool(example, self._count)
-        return next(iter(self._pools.values()))
+        return Slot(next(iter(self._pools.values())), self._count)

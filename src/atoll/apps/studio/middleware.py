@@ -1,5 +1,6 @@
 """Middleware before every route: token, host, origin and site checks, a bound on request bodies, security headers."""
 
+import hmac
 import ipaddress
 import json
 import math
@@ -11,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.apps.studio.schemas import MAX_BODY_BYTES, ApiError
-from atoll.apps.studio.tokens import TokenChecker
 
 # The page loads everything from this server. `data:` and `blob:` images are generated images and images that need the
 # token. `no-cache` makes browsers revalidate scripts after an update of Atoll.
@@ -53,92 +53,65 @@ class SecurityMiddleware:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app = app
-        self.tokens = None if token is None else TokenChecker(token)
-        """Checks the token; None accepts every client on this machine."""
+        self.token = token
+        """None accepts every client on this machine."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or respond with an error."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), scope["path"]
-        error = _check_site(headers, path) or _check_length(headers)
-        given = headers.get("authorization", "")
-        if error is None and self.tokens is None:
-            error = self._check_origin(headers)
-        elif error is None and self.tokens is not None and (given or not _is_public(path)):
-            error = await self.tokens.check(given, scope.get("client"))
-        if error is not None:
-            await error_response(error)(scope, receive, _with_headers(send))
+        headers, seen = Headers(scope=scope), 0
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                found = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    found.setdefault(name, value)
+            await send(message)
+
+        async def receive_bounded() -> Message:
+            # For bodies without a (true) declared length.
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is too large; the maximum is {MAX_BODY_BYTES} bytes")
+            return message
+
+        if error := self.check(scope["path"], headers):
+            await error_response(error)(scope, receive, send_with_headers)
             return
         # Routes that are public may still hold details back.
-        scope.setdefault("state", {})["authorized"] = self.tokens is None or bool(given)
-        await self.app(scope, _bounded(receive), _with_headers(send))
+        scope.setdefault("state", {})["authorized"] = self.token is None or bool(headers.get("authorization"))
+        await self.app(scope, receive_bounded, send_with_headers)
 
-    def _check_origin(self, headers: Headers) -> ApiError | None:
-        """Return an error if the host is not this machine, or if the origin is another site."""
-        host = headers.get("host", "")
-        if not is_loopback(_without_port(host)):
-            return ApiError(403, "this server accepts requests for localhost only; to allow others, set a token")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
-            return ApiError(403, "requests from pages of other sites are not allowed")
-        return None
-
-
-def _is_public(path: str) -> bool:
-    return path in _PUBLIC or path.startswith("/page/")
-
-
-def _check_site(headers: Headers, path: str) -> ApiError | None:
-    """Return an error if a browser sends the request for a page of another site, or of another port of this host."""
-    # `none` is a request of the user: an address that is typed, or a bookmark. A link may lead to the page.
-    link = path == "/" and (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
-    if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or link:
-        return None
-    return ApiError(403, "requests from pages of other sites are not allowed")
-
-
-def _without_port(host: str) -> str:
-    """Return a Host header without its port, and without the brackets of IPv6."""
-    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-
-
-def _check_length(headers: Headers) -> ApiError | None:
-    """Return an error if the declared length of the body is too large, before any of it is read."""
-    length = headers.get("content-length", "0")
-    # 20 digits are more than any length; int() of a header of many thousand digits would be slow or fail.
-    if length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
-        return ApiError(413, f"the body has {length[:20]} bytes; the maximum is {MAX_BODY_BYTES}")
-    return None
-
-
-def _bounded(receive: Receive) -> Receive:
-    """Return a `receive` that fails once a body exceeds the maximum, for bodies without a (true) declared length."""
-    seen = 0
-
-    async def read() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is too large; the maximum is {MAX_BODY_BYTES} bytes")
-        return message
-
-    return read
-
-
-def _with_headers(send: Send) -> Send:
-    """Return a `send` that adds the security headers to every response."""
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    return send_with_headers
+    def check(self, path: str, headers: Headers) -> ApiError | None:
+        """Return the error of a request that must not reach the routes, before any of its body is read."""
+        # A page of another site, or of another port of this host. `none` is a request of the user: an address that is
+        # typed, or a bookmark. A link may lead to the page.
+        other_site = ApiError(403, "requests from pages of other sites are not allowed")
+        link = (path, headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("/", "navigate", "document")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not link:
+            return other_site
+        # 20 digits are more than any length; int() of a header of many thousand digits would be slow or fail.
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+            return ApiError(413, f"the body has {length[:20]} bytes; the maximum is {MAX_BODY_BYTES}")
+        if self.token is None:
+            # The host without its port, and without the brackets of IPv6.
+            host, origin = headers.get("host", ""), headers.get("origin")
+            name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+            if not is_loopback(name):
+                return ApiError(403, "this server accepts requests for localhost only; to allow others, set a token")
+            return other_site if origin is not None and origin.partition("://")[2] != host else None
+        given = headers.get("authorization", "")
+        if not given:
+            public = path in _PUBLIC or path.startswith("/page/")
+            return None if public else ApiError(401, "a token is required; send it as Authorization: Bearer TOKEN")
+        # A comparison in constant time does not reveal how many characters were right.
+        right = hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {self.token}".encode())
+        return None if right else ApiError(401, "the token is wrong")
 
 
 def is_loopback(host: str) -> bool:

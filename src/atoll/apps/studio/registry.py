@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from atoll.apps.studio.condition_cache import ConditionCache
-from atoll.apps.studio.schemas import MAX_GUIDANCE_SCALE, MAX_STEPS, ApiError
+from atoll.apps.studio.schemas import MAX_GUIDANCE_SCALE, MAX_STEPS, ApiError, LoadingInfo
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.options import QuantizedLoadOptions
 from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, Sampler, load, parse
+from atoll.ensemble.memory_plan import plan_memory
 from atoll.ensemble.sampler import draws_unconditioned
 
 # Seconds between two scans for trained networks. A scan without news reads only the modification times of a few files.
@@ -33,7 +34,7 @@ STOP_SECONDS = 3.0
 # Seconds between two checks for a stop signal while the server waits for the first scan: no noticeable delay.
 POLL_SECONDS = 0.1
 NAMES = ("experts", *layout.DENSE)
-Signature = tuple[tuple[str, int], ...]
+FileTimes = tuple[tuple[str, int], ...]
 """Paths and modification times of the files that make up a model."""
 
 
@@ -65,19 +66,6 @@ class LoadedModel:
         return self.sampler.ensemble
 
 
-@dataclass(frozen=True)
-class Loading:
-    """The model that is being loaded."""
-
-    model: str
-    networks: int
-    """Number of its networks: experts and router; 0 if it is not known."""
-    position: int
-    """Its position among the models to load now, from 1."""
-    total: int
-    """Number of models to load now."""
-
-
 class ModelRegistry:
     """The loaded models of a run or of an exported folder."""
 
@@ -88,13 +76,13 @@ class ModelRegistry:
         self.run = Path(source) if (Path(source) / CONFIG_FILE).is_file() else None
         """Folder of the run; None for an export."""
         self.first_scan_done = threading.Event()
-        self.loading: Loading | None = None
+        self.loading: LoadingInfo | None = None
         """The model that is being loaded now, if any."""
         self.load_errors: dict[str, str] = {}
         """Why a trained model could not be loaded, by model."""
         self.defaults = DefaultSettings()
         self._loaded: dict[str, LoadedModel] = {}
-        self._signatures: dict[str, Signature] = {}
+        self._signatures: dict[str, FileTimes] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="atoll-models", daemon=True)
 
@@ -139,16 +127,21 @@ class ModelRegistry:
 
     def scan(self) -> None:
         """Load every model that is new or has changed."""
-        changed = self._changed()
+        changed: dict[str, FileTimes] = {}
+        for name in NAMES:
+            with suppress(FileNotFoundError):  # a file was replaced at this moment; the next scan finds it
+                signature = self._signature(name)
+                if signature and self._signatures.get(name) != signature:
+                    changed[name] = signature
         for position, (name, signature) in enumerate(changed.items(), 1):
             # The signature of a run has a file for each network, that of an export does not.
             networks = 0 if self.run is None else len(signature)
-            self.loading = Loading(name, networks, position, len(changed))
+            self.loading = LoadingInfo(model=name, networks=networks, position=position, total=len(changed))
             try:
                 self._loaded[name] = model = self._load(name)
                 self._signatures[name] = signature
                 self.load_errors.pop(name, None)
-                print(f"{name}: {_summary(model, self.batch_size)}", file=sys.stderr, flush=True)
+                self._announce(model)
             except Exception as error:  # a damaged model must not keep the others from being served
                 message = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
                 # The error may be temporary (a signature that is still being written, a lack of memory), so every scan
@@ -161,46 +154,35 @@ class ModelRegistry:
             self.defaults = evaluated_settings(self.run)
         self.first_scan_done.set()
 
-    def _changed(self) -> dict[str, Signature]:
-        """Return the trained models that are not loaded, or have changed since."""
-        found: dict[str, Signature] = {}
-        for name in NAMES:
-            with suppress(FileNotFoundError):  # a file was replaced at this moment; the next scan finds it
-                signature = self._signature(name)
-                if signature and self._signatures.get(name) != signature:
-                    found[name] = signature
-        return found
+    def _announce(self, model: LoadedModel) -> None:
+        sampler, count = model.sampler, len(model.ensemble.references)
+        networks = f"{count} network{'s' if count > 1 else ''}"
+        missing = f"; not trained yet: {', '.join(sampler.missing)}" if sampler.missing else ""
+        memory = f"about {plan_memory(sampler, self.batch_size).total / 1e6:,.0f} MB at batch size {self.batch_size}"
+        print(f"{model.name}: loaded {networks}, {memory}{missing}", file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
         self.scan()
         while not self._stop.wait(SCAN_SECONDS):
             self.scan()
 
-    def _signature(self, model: str) -> Signature:
+    def _signature(self, model: str) -> FileTimes:
         """Return the files of a model with their modification times; empty if it is not trained."""
         if self.run is None:
             return (("folder", 0),) if model == "experts" else ()
-        jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)] if model == "experts" else [model]
-        jobs = [job for job in jobs if self._manifest(job).is_file()]
-        if model == "experts" and jobs and self._manifest(layout.ROUTER).is_file():
-            jobs.append(layout.ROUTER)
-        files = sorted(self._manifest(job) for job in jobs)
+        jobs = [model]
+        if model == "experts":
+            jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)]
+            jobs += [layout.ROUTER] if trained(self.run, jobs) else []
+        files = sorted(trained(self.run, jobs))
         return tuple((file.relative_to(self.run).as_posix(), file.stat().st_mtime_ns) for file in files)
-
-    def _manifest(self, job: str) -> Path:
-        assert self.run is not None
-        return self.run / layout.final(job) / layout.MANIFEST_FILE
 
     @torch.no_grad()
     def _load(self, name: str) -> LoadedModel:
-        sampler = load(
-            self.source,
-            name,
-            **vars(self.options),
-        )
+        sampler = load(self.source, name, **vars(self.options))
         # Models with the same latents and text share one autoencoder and one text encoder, which saves their memory.
         for other in self._loaded.values():
-            known, own = other.ensemble.experts[0], sampler.ensemble.experts[0]
+            known, own = other.ensemble.declarations[0], sampler.ensemble.declarations[0]
             if (known.latents, known.text) == (own.latents, own.text):
                 sampler.encoders = other.sampler.encoders
         ensemble = sampler.ensemble
@@ -209,19 +191,18 @@ class ModelRegistry:
         if ensemble.conditioning & {"text", "pooled"}:
             sampler.encode([""])
         routings = supported_routings(ensemble)
-        requested = self.routing if _supports(ensemble, self.routing) else None
-        first = routings[0] if routings else None
+        default = routings[0] if routings else None
+        with suppress(AtollError):
+            check_routing(ensemble, self.routing)
+            default = self.routing
         cache = ConditionCache(sampler, self.batch_size)
-        return LoadedModel(name, sampler, cache, sampler.sizes, routings, requested or first)
+        return LoadedModel(name, sampler, cache, sampler.sizes, routings, default)
 
 
-def _summary(model: LoadedModel, batch_size: int) -> str:
-    """Return one line about a model that was loaded."""
-    sampler, count = model.sampler, len(model.ensemble.references)
-    networks = f"{count} network{'s' if count > 1 else ''}"
-    missing = f"; not trained yet: {', '.join(sampler.missing)}" if sampler.missing else ""
-    memory = sampler.plan(batch_size).total / 1e6
-    return f"loaded {networks}, about {memory:,.0f} MB at batch size {batch_size}{missing}"
+def trained(run: Path, jobs: Iterable[str]) -> list[Path]:
+    """Return the manifests of those jobs of a run that have a finished network."""
+    files = [run / layout.final(job) / layout.MANIFEST_FILE for job in jobs]
+    return [file for file in files if file.is_file()]
 
 
 def evaluated_settings(run: Path) -> DefaultSettings:
@@ -240,7 +221,7 @@ def has_router(ensemble: Ensemble) -> bool:
     if ensemble.router is None:
         return False
     known = set(ensemble.router.declaration.clusters)
-    return all(expert.clusters[0] in known for expert in ensemble.experts)
+    return all(expert.clusters[0] in known for expert in ensemble.declarations)
 
 
 def has_nearest(ensemble: Ensemble) -> bool:
@@ -274,11 +255,3 @@ def check_routing(ensemble: Ensemble, routing: str) -> None:
         raise AtollError(f"routing {routing!r} needs a router trained for all experts; train one, or use 'nearest'")
     if "nearest" in sources and not has_nearest(ensemble):
         raise AtollError(f"routing {routing!r} needs the cluster densities of all experts; choose another routing")
-
-
-def _supports(ensemble: Ensemble, routing: str) -> bool:
-    try:
-        check_routing(ensemble, routing)
-    except AtollError:
-        return False
-    return True

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from atoll.apps.studio.registry import LoadedModel, ModelRegistry, check_routing
-from atoll.apps.studio.request_state import (
+from atoll.apps.studio import schemas
+from atoll.apps.studio.engine import (
     CANCELLED,
     DONE,
     Event,
@@ -26,23 +26,12 @@ from atoll.apps.studio.request_state import (
     RequestState,
     StepDone,
 )
-from atoll.apps.studio.schemas import (
-    ApiError,
-    DoneEvent,
-    FailedEvent,
-    GeneratedImage,
-    ImageEvent,
-    ImageSettings,
-    ImagesRequest,
-    ImagesResponse,
-    QueuedEvent,
-    StepEvent,
-    StreamEvent,
-)
+from atoll.apps.studio.registry import LoadedModel, ModelRegistry, check_routing
+from atoll.apps.studio.schemas import ApiError, ImageSettings, ImagesRequest, ImagesResponse, StreamEvent
 from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
-from atoll.ensemble import Ensemble, Settings
-from atoll.ensemble.images import to_png
+from atoll.ensemble import Ensemble, SampleSettings
+from atoll.ensemble.saving import to_png
 
 # Seconds without an event after which a stream sends a comment. Many proxies close idle connections after 60 s.
 HEARTBEAT_SECONDS = 10.0
@@ -61,8 +50,20 @@ WEIGHT_DIGITS = 5
 def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[GenerationRequest, LoadedModel]:
     """Return the request with defaults filled in, and its model; raise ApiError if the model does not support it."""
     model = models.get(request.model)
+
+    # Size: one of the sizes of the training images. Any other could be very large.
+    size = model.sizes[0]
+    if (request.width is None) != (request.height is None):
+        missing = "width" if request.width is None else "height"
+        raise ApiError(422, "give both width and height, or neither", missing)
+    if request.width is not None and request.height is not None:
+        size = Size(request.height, request.width)
+        if size not in model.sizes:
+            known = ", ".join(map(str, model.sizes))
+            raise ApiError(422, f"this model generates images of {known} pixels (width x height)", "width")
+
+    # Condition
     conditioning = model.ensemble.conditioning
-    size = _size(request, model)
     if request.prompt is not None and not conditioning & {"text", "pooled"}:
         raise ApiError(422, "this model was trained without text and takes no prompts", "prompt")
     if request.label is not None:
@@ -70,50 +71,40 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
             raise ApiError(422, "this model was trained without classes and takes no labels", "label")
         with _errors_of_field("label"):
             model.sampler.class_number(request.label)
+
+    # Routing. A request for one expert uses `oracle` routing.
+    routing = request.routing or model.default_routing
+    if request.expert is not None:
+        numbers = expert_numbers(model.ensemble)
+        if request.model != "experts" or request.expert not in numbers:
+            available = ", ".join(map(str, numbers)) if request.model == "experts" else f"none in the {request.model}"
+            raise ApiError(422, f"there is no expert {request.expert}; available experts: {available}", "expert")
+        routing = "oracle"
+    elif routing is None:
+        raise ApiError(409, "there are several experts and no router yet; choose one expert with `expert`")
+    else:
+        with _errors_of_field("routing"):
+            check_routing(model.ensemble, routing)
+
     defaults = models.defaults
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
-    settings = Settings(steps, guidance_scale, seed=request.seed, routing=_routing(request, model))
     generation = GenerationRequest(
-        settings, request.prompt, request.label, request.num_images, request.expert, size=size
+        SampleSettings(steps, guidance_scale, seed=request.seed, routing=routing),
+        request.prompt,
+        request.label,
+        request.num_images,
+        request.expert,
+        preview_every=request.preview_every if request.stream else None,
+        stream=request.stream,
+        size=size,
     )
-    if request.stream:
-        generation = replace(generation, preview_every=request.preview_every, stream=True)
     return generation, model
-
-
-def _size(request: ImagesRequest, model: LoadedModel) -> Size:
-    """Return the size of the images: one of the sizes of the training images. Any other could be very large."""
-    if request.width is None and request.height is None:
-        return model.sizes[0]
-    if request.width is None or request.height is None:
-        missing = "width" if request.width is None else "height"
-        raise ApiError(422, "give both width and height, or neither", missing)
-    if (size := Size(request.height, request.width)) not in model.sizes:
-        known = ", ".join(map(str, model.sizes))
-        raise ApiError(422, f"this model generates images of {known} pixels (width x height)", "width")
-    return size
-
-
-def _routing(request: ImagesRequest, model: LoadedModel) -> str:
-    """Return the routing of a request; a single expert is routing by oracle."""
-    if request.expert is not None:
-        known = expert_numbers(model.ensemble)
-        if request.model != "experts" or request.expert not in known:
-            available = ", ".join(map(str, known)) if request.model == "experts" else f"none in the {request.model}"
-            raise ApiError(422, f"there is no expert {request.expert}; available experts: {available}", "expert")
-        return "oracle"
-    routing = request.routing or model.default_routing
-    if routing is None:
-        raise ApiError(409, "there are several experts and no router yet; choose one expert with `expert`")
-    with _errors_of_field("routing"):
-        check_routing(model.ensemble, routing)
-    return routing
 
 
 def expert_numbers(ensemble: Ensemble) -> list[int]:
     """Return the numbers of the experts, which are those of their clusters, in the order of the routing weights."""
-    return [expert.clusters[0] for expert in ensemble.experts]
+    return [expert.clusters[0] for expert in ensemble.declarations]
 
 
 @contextmanager
@@ -195,27 +186,27 @@ async def _encoded_events(request: RequestState, events: EventQueue) -> AsyncIte
 
 def _encode_event(request: RequestState, event: Event) -> bytes:
     """Return the lines of an event in the stream."""
-    name, data = _stream_event(request, event)
-    return f"event: {name}\ndata: {json.dumps(data.model_dump(exclude_unset=True))}\n\n".encode()
-
-
-def _stream_event(request: RequestState, event: Event) -> tuple[str, StreamEvent]:
-    """Return the name and the data of an event."""
     id = request.id
+    data: StreamEvent
     if isinstance(event, Queued):
-        return "queued", QueuedEvent(id=id, position=event.position, experts=expert_numbers(request.model.ensemble))
-    if isinstance(event, StepDone):
+        name, experts = "queued", expert_numbers(request.model.ensemble)
+        data = schemas.QueuedEvent(id=id, position=event.position, experts=experts)
+    elif isinstance(event, StepDone):
+        name, steps = "step", request.generation.settings.steps
         previews = {"previews": [_base64_png(image) for image in event.previews]} if event.previews else {}
-        weights, steps = _rounded(event.weights), request.generation.settings.steps
-        return "step", StepEvent(id=id, step=event.step, steps=steps, t=event.t, weights=weights, **previews)
-    if isinstance(event, ImageDone):
-        png = _base64_png(event.image, event.settings)
-        return "image", ImageEvent(id=id, index=event.index, png=png, settings=event.settings)
-    if event.status == DONE:
-        return "done", DoneEvent(id=id, seconds=round(event.seconds, 3))
-    if event.status == CANCELLED:
-        return "cancelled", StreamEvent(id=id)
-    return "failed", FailedEvent(id=id, message=event.message)
+        data = schemas.StepEvent(
+            id=id, step=event.step, steps=steps, t=event.t, weights=_rounded(event.weights), **previews
+        )
+    elif isinstance(event, ImageDone):
+        name, png = "image", _base64_png(event.image, event.settings)
+        data = schemas.ImageEvent(id=id, index=event.index, png=png, settings=event.settings)
+    elif event.status == DONE:
+        name, data = "done", schemas.DoneEvent(id=id, seconds=round(event.seconds, 3))
+    elif event.status == CANCELLED:
+        name, data = "cancelled", StreamEvent(id=id)
+    else:
+        name, data = "failed", schemas.FailedEvent(id=id, message=event.message)
+    return f"event: {name}\ndata: {json.dumps(data.model_dump(exclude_unset=True))}\n\n".encode()
 
 
 async def collect_images(request: RequestState, events: EventQueue, http_request: Request) -> ImagesResponse:
@@ -235,16 +226,20 @@ async def collect_images(request: RequestState, events: EventQueue, http_request
         raise ApiError(event.status, event.message, retry_after=event.retry_after)
     # Images may finish in different steps: a full batch can leave some of them behind.
     images.sort(key=lambda image: image.index)
-    return await asyncio.get_running_loop().run_in_executor(ENCODERS, _response, request, images)
 
+    def response() -> ImagesResponse:
+        return ImagesResponse(
+            id=request.id,
+            images=[
+                schemas.GeneratedImage(png=_base64_png(one.image, one.settings), settings=one.settings)
+                for one in images
+            ],
+            experts=expert_numbers(request.model.ensemble),
+            weights=[_rounded(image.weights) for image in request.images],
+            times=request.times[:-1],
+        )
 
-def _response(request: RequestState, images: list[ImageDone]) -> ImagesResponse:
-    generated = [
-        GeneratedImage(png=_base64_png(image.image, image.settings), settings=image.settings) for image in images
-    ]
-    weights = [_rounded(image.weights) for image in request.images]
-    experts = expert_numbers(request.model.ensemble)
-    return ImagesResponse(id=request.id, images=generated, experts=experts, weights=weights, times=request.times[:-1])
+    return await asyncio.get_running_loop().run_in_executor(ENCODERS, response)
 
 
 def _base64_png(image: Image.Image, settings: ImageSettings | None = None) -> str:

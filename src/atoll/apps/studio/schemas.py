@@ -28,7 +28,7 @@ def _integral_float_to_int(value: object) -> object:
 
 JsonInt = Annotated[int, BeforeValidator(_integral_float_to_int)]
 Side = Annotated[JsonInt, Field(ge=1, le=65536)]
-ModelName = Literal["experts", "monolith", "student", "merged"]
+ModelKind = Literal["experts", "monolith", "student", "merged"]
 
 
 class ApiError(Exception):
@@ -44,40 +44,35 @@ class ApiError(Exception):
 class ImagesRequest(BaseModel):
     """Request for images of a prompt, of a class, of both, or unconditional images."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # The docstrings of fields become their descriptions in /openapi.json and in the HTTP reference.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    prompt: str | None = Field(
-        None, max_length=MAX_PROMPT_CHARACTERS, description="text prompt; blank or null is unconditional"
-    )
-    label: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | JsonInt | None = Field(
-        None, description="class, by name or number"
-    )
-    num_images: JsonInt = Field(1, ge=1, le=MAX_IMAGES, description="number of images")
-    width: Side | None = Field(
-        None, description="width in pixels, together with `height`: one of the sizes in /v1/run; null is the default"
-    )
-    height: Side | None = Field(None, description="height in pixels, together with `width`")
-    steps: JsonInt | None = Field(
-        None, ge=1, le=MAX_STEPS, description="number of solver steps; null is the default in /v1/run"
-    )
-    guidance_scale: float | None = Field(
-        None,
-        ge=0,
-        le=MAX_GUIDANCE_SCALE,
-        description="scale of classifier-free guidance; 1 disables it, null is the default in /v1/run",
-    )
-    routing: str | None = Field(
-        None, max_length=MAX_ROUTING_CHARACTERS, description="as in `atoll sample`; null is the default in /v1/run"
-    )
-    seed: JsonInt = Field(0, ge=0, le=MAX_SEED, description="random seed; the same seed gives the same images")
-    model: ModelName = Field("experts", description="the routed experts, or a dense network")
-    expert: JsonInt | None = Field(
-        None, ge=0, le=99999, description="use only this expert, by the number of its cluster"
-    )
-    preview_every: JsonInt | None = Field(
-        None, ge=1, le=MAX_STEPS, description="in streams: send the predicted final images every so many steps"
-    )
-    stream: bool = Field(False, description="send server-sent events instead of one response")
+    prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARACTERS)
+    """text prompt; blank or null is unconditional"""
+    label: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | JsonInt | None = None
+    """class, by name or number"""
+    num_images: JsonInt = Field(1, ge=1, le=MAX_IMAGES)
+    """number of images"""
+    width: Side | None = None
+    """width in pixels, together with `height`: one of the sizes in /v1/run; null is the default"""
+    height: Side | None = None
+    """height in pixels, together with `width`"""
+    steps: JsonInt | None = Field(None, ge=1, le=MAX_STEPS)
+    """number of solver steps; null is the default in /v1/run"""
+    guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE_SCALE)
+    """scale of classifier-free guidance; 1 disables it, null is the default in /v1/run"""
+    routing: str | None = Field(None, max_length=MAX_ROUTING_CHARACTERS)
+    """as in `atoll sample`; null is the default in /v1/run"""
+    seed: JsonInt = Field(0, ge=0, le=MAX_SEED)
+    """random seed; the same seed gives the same images"""
+    model: ModelKind = "experts"
+    """the routed experts, or a dense network"""
+    expert: JsonInt | None = Field(None, ge=0, le=99999)
+    """use only this expert, by the number of its cluster"""
+    preview_every: JsonInt | None = Field(None, ge=1, le=MAX_STEPS)
+    """in streams: send the predicted final images every so many steps"""
+    stream: bool = False
+    """send server-sent events instead of one response"""
 
     @field_validator("prompt")
     @classmethod
@@ -88,7 +83,6 @@ class ImagesRequest(BaseModel):
 class ResponseSchema(BaseModel):
     """Base class of all responses and events."""
 
-    # The docstrings of fields become their descriptions in /openapi.json and in the HTTP reference.
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
@@ -128,7 +122,7 @@ class ExpertSummary(ResponseSchema):
     """Color of the expert on the web page."""
 
 
-class Conditioning(ResponseSchema):
+class AcceptedConditions(ResponseSchema):
     """The conditions that the model accepts."""
 
     text: bool
@@ -146,7 +140,7 @@ class Defaults(ResponseSchema):
     num_images: int
 
 
-class Limits(ResponseSchema):
+class RequestLimits(ResponseSchema):
     """Maximum values of a request, and the maximum number of waiting requests."""
 
     num_images: int
@@ -157,7 +151,7 @@ class Limits(ResponseSchema):
     """Requests that may wait while the batch is full."""
 
 
-class Loading(ResponseSchema):
+class LoadingInfo(ResponseSchema):
     """The model that is being loaded."""
 
     model: str
@@ -179,11 +173,11 @@ class RunResponse(ResponseSchema):
     """Height and width of all sizes of the training images, the default first."""
     models: list[str]
     """Loaded models."""
-    conditioning: Conditioning
+    conditioning: AcceptedConditions
     experts: list[ExpertSummary]
     missing: list[str]
     """Experts that are not trained yet."""
-    loading: Loading | None
+    loading: LoadingInfo | None
     """The model that is being loaded now; null if none is."""
     load_errors: dict[str, str]
     """Why trained models could not be loaded, by model."""
@@ -194,7 +188,7 @@ class RunResponse(ResponseSchema):
     routings: list[str]
     """Routings that the web page offers; requests may use others."""
     defaults: Defaults
-    limits: Limits
+    limits: RequestLimits
     examples: list[str]
     """Captions of the training data, as prompts to try."""
     token_required: bool
@@ -236,7 +230,7 @@ class LabelShare(ResponseSchema):
     share: float
 
 
-class Cluster(ResponseSchema):
+class ClusterInfo(ResponseSchema):
     """Training data of one expert."""
 
     number: int
@@ -255,11 +249,11 @@ class Cluster(ResponseSchema):
 class ClustersResponse(ResponseSchema):
     """All clusters, or the reason why they are not available."""
 
-    clusters: list[Cluster]
+    clusters: list[ClusterInfo]
     reason: str | None = None
 
 
-class Island(ResponseSchema):
+class JobInfo(ResponseSchema):
     """State of one training job."""
 
     job: str
@@ -285,7 +279,7 @@ class Island(ResponseSchema):
 class IslandsResponse(ResponseSchema):
     """All training jobs, or the reason why there are none."""
 
-    jobs: list[Island]
+    jobs: list[JobInfo]
     reason: str | None = None
 
 

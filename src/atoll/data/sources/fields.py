@@ -1,15 +1,14 @@
 """Shared by all kinds of source: from a row of metadata to a `SourceImage`."""
 
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.bounded import MAX_CAPTION_BYTES, check_size
+from atoll.data.foreign_files import MAX_CAPTION_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
-from atoll.data.sources.base import Options, SourceImage, digest, split_of, unreadable_image
+from atoll.data.sources.source import SourceImage, SourceOptions, digest, split_of, unreadable_image
 
 # Usual names of columns and JSON keys, by priority, as found in public datasets.
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "title")
@@ -23,16 +22,23 @@ MAX_ID = 1024
 
 _PATH_SIGNS = frozenset("./\\")
 
-Row = Mapping[str, object]
+MetadataRow = Mapping[str, object]
 """The metadata of one image in the user's table or JSON file: any columns by name, with values of any type."""
 
 
 def make_image(
-    id: str, row: Row, read: Callable[[], bytes], *, options: Options, label: str | None = None
+    id: str, row: MetadataRow, read: Callable[[], bytes], *, options: SourceOptions, label: str | None = None
 ) -> SourceImage:
     """Return an image from its row, an unreadable one if the row is invalid; `label` is for rows without a label."""
     try:
-        columns = _caption_columns(row, options)
+        columns = options.caption_weights
+        if len(columns) > 1:
+            # Of several columns, an image may have only some.
+            columns = {name: weight for name, weight in columns.items() if name in row}
+            if not columns:
+                raise _lacks(f"none of {', '.join(options.caption_weights)}", row)
+        elif (name := pick(row, next(iter(columns), None), CAPTIONS)) is not None:
+            columns = {name: 1.0}
         captions = _captions(row, columns)
         label_name = pick(row, options.label, LABELS)
         label = (as_text(row[label_name]) if label_name else None) or label
@@ -51,8 +57,8 @@ def make_image(
             )
     first = next(iter(captions), id)
     split = split_of(first, options.val_fraction)
-    # The first caption decides for the image. Its others are kept only if their own hash is in the same split. So no
-    # caption is in both splits, and the split of an image does not depend on the other images of the source.
+    # The first caption fixes the split. Other captions are dropped if they hash to the other split. So no caption is in
+    # both splits, and the split of an image does not depend on the other images of the source.
     kept = {
         text: weight
         for text, weight in captions.items()
@@ -62,22 +68,7 @@ def make_image(
     return SourceImage(id, tuple(kept), label, attributes, split, read, weights)
 
 
-def _caption_columns(row: Row, options: Options) -> dict[str, float]:
-    """Return the columns of the row that have captions, with their weights."""
-    wanted = options.caption_weights
-    if len(wanted) > 1:
-        # Of several columns, an image may have only some.
-        found = {name: weight for name, weight in wanted.items() if name in row}
-        if not found:
-            raise BadImage(
-                f"its metadata has none of {', '.join(wanted)}, only {', '.join(map(str, row)) or 'nothing'}"
-            )
-        return found
-    name = pick(row, next(iter(wanted), None), CAPTIONS)
-    return {} if name is None else {name: 1.0}
-
-
-def _captions(row: Row, columns: Mapping[str, float]) -> dict[str, float]:
+def _captions(row: MetadataRow, columns: Mapping[str, float]) -> dict[str, float]:
     """Return the captions of a row with their weights. A list has several, which share the weight of its column."""
     captions: dict[str, float] = {}
     for name, weight in columns.items():
@@ -91,19 +82,23 @@ def _captions(row: Row, columns: Mapping[str, float]) -> dict[str, float]:
     return captions
 
 
-def text_file_captions(data: bytes, options: Options) -> str | list[str] | None:
+def text_file_captions(data: bytes, options: SourceOptions) -> str | list[str] | None:
     """Return the caption in a .txt file; with `data.caption_lines`, one per line."""
     text = as_text(data)
     return text.splitlines() if text and options.caption_lines else text
 
 
-def pick(row: Row, wanted: str | None, usual: Iterable[str]) -> str | None:
+def pick(row: MetadataRow, wanted: str | None, usual: Iterable[str]) -> str | None:
     """Return the wanted name, which must be in the row, or the first usual name that is."""
     if wanted is None:
         return next((name for name in usual if name in row), None)
     if wanted not in row:
-        raise BadImage(f"its metadata has no {wanted!r}, only {', '.join(map(str, row)) or 'nothing'}")
+        raise _lacks(f"no {wanted!r}", row)
     return wanted
+
+
+def _lacks(what: str, row: MetadataRow) -> BadImage:
+    return BadImage(f"its metadata has {what}, only {', '.join(map(str, row)) or 'nothing'}")
 
 
 def pick_column(columns: list[str], wanted: str | None, usual: Iterable[str], *, where: str) -> str | None:
@@ -148,69 +143,40 @@ def key_of(path: str) -> str:
 
 
 class Ids:
-    """The ids in use. A repeated key gets a mark of its origin, so that no image is lost."""
+    """The ids in use. A repeated key gets a mark of its origin, so that no image is lost.
+
+    Ids are stored as hashes of 64 bits. Two of 158 million texts have the same hash with a probability of 0.07 %. Then
+    the second image gets a mark without need, the same one in every worker.
+    """
 
     def __init__(self) -> None:
-        self._seen = _Hashes()
+        self._seen: set[int] = set()
         self._repeats: Counter[str] = Counter()
 
     def unique(self, key: str, mark: Callable[[], str]) -> str:
         """Return the key the first time, then `key@mark`, `key@mark@2` and so on."""
         if len(key) > MAX_ID:
             key = f"{key[:MAX_ID]}~{digest(key)}"
-        if self._seen.add(key):
+        if self._add(key):
             return key
         # Repeats are counted per marked key; searching from 1 each time would take quadratic time.
         marked = f"{key}@{mark()}"
         while True:
             self._repeats[marked] += 1
             id = marked if self._repeats[marked] == 1 else f"{marked}@{self._repeats[marked]}"
-            if self._seen.add(id):
+            if self._add(id):
                 return id
 
-
-class _Hashes:
-    """A set of texts, as hashes of 64 bits in a table with open addressing: 12 to 24 bytes for a text.
-
-    A Python set of texts of 15 characters takes 113, and every worker has one for the whole source. Two of 158 million
-    texts have the same hash with a probability of 0.07 %. Then the second image gets a mark without need, the same one
-    in every worker.
-    """
-
-    def __init__(self) -> None:
-        self._table = array("Q", [0]) * 1024
-        """Hashes, and 0 in empty slots. Its length is a power of two."""
-        self._count = 0
-
-    def add(self, text: str) -> bool:
-        """Add a text. Return whether it is new."""
+    def _add(self, id: str) -> bool:
+        """Add an id. Return whether it is new."""
         # Python's own hash differs from process to process.
-        value = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        if not _insert(self._table, int.from_bytes(value, "little") or 1):
-            return False
-        self._count += 1
-        if 3 * self._count > 2 * len(self._table):  # at most two thirds are full, so that searches are short
-            larger = array("Q", [0]) * (2 * len(self._table))
-            for known in self._table:
-                if known:
-                    _insert(larger, known)
-            self._table = larger
-        return True
+        hashed = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        before = len(self._seen)
+        self._seen.add(int.from_bytes(hashed, "little"))
+        return len(self._seen) > before
 
 
-def _insert(table: "array[int]", value: int) -> bool:
-    """Insert a hash into a table. Return whether it was not there."""
-    mask = len(table) - 1
-    slot = value & mask
-    while found := table[slot]:
-        if found == value:
-            return False
-        slot = (slot + 1) & mask
-    table[slot] = value
-    return True
-
-
-def fingerprint_of(kind: str, root: Path, files: Iterable[Path], *, options: Options) -> str:
+def fingerprint_of(kind: str, root: Path, files: Iterable[Path], *, options: SourceOptions) -> str:
     """Return a hash of the files' names below `root`, their sizes, and the options that change what is read."""
     names = (f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in files)
     chosen = (options.image, options.caption, options.label, options.id, options.val_fraction)

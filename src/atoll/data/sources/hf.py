@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, first_line
-from atoll.data.sources.base import Options, SourceImage, digest
 from atoll.data.sources.fields import Ids, fingerprint_of
 from atoll.data.sources.parquet import Columns, image_bytes, table_image, table_rows
+from atoll.data.sources.source import SourceImage, SourceOptions, digest
 from atoll.encoders.hub import local_folder
 
 # Rows that are listed at a time; a choice. Their images are in memory as encoded bytes, so the number is small.
@@ -18,11 +18,17 @@ _ROWS = 256
 class DatasetsSource:
     """A Hugging Face dataset."""
 
-    def __init__(self, spec: str, options: Options) -> None:
+    def __init__(self, spec: str, options: SourceOptions) -> None:
         self.spec = spec
         self.options = options
-        data = _load(spec, options.split)
-        self.roots = _roots(spec)
+        import datasets
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        folder = local_folder(spec)
+        data = _load(spec, options.split, folder)
+        # The folders in which its images may be files. The library extracts archives into folders named by a hash.
+        cached = Path(HF_HUB_CACHE) / f"datasets--{spec.replace('/', '--')}"
+        self.roots = [folder] if folder else [cached, Path(datasets.config.EXTRACTED_DATASETS_PATH)]
         self.columns = Columns.find(data.features.arrow_schema, options, spec)
         self.data = data.with_format("arrow")
         self.kind = f"datasets {Path(spec).name} ({options.split})"
@@ -45,23 +51,10 @@ def _read_row(data: Any, column: str, row: int, *, roots: Sequence[Path]) -> byt
     return image_bytes(data[row].column(column)[0].as_py(), roots)
 
 
-def _roots(spec: str) -> list[Path]:
-    """Return the folders in which the images of a dataset may be files: its own, or its part of the hub's cache."""
-    import datasets
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    if folder := local_folder(spec):
-        return [folder]
-    # The library extracts archives into folders that are named by a hash.
-    extracted = Path(datasets.config.EXTRACTED_DATASETS_PATH)
-    return [Path(HF_HUB_CACHE) / f"datasets--{spec.replace('/', '--')}", extracted]
-
-
-def _load(spec: str, split: str) -> Any:
-    """Load one split of a dataset, from disk or by name."""
+def _load(spec: str, split: str, folder: Path | None) -> Any:
+    """Load one split of a dataset, from its folder or by name."""
     import datasets
 
-    folder = local_folder(spec)
     try:
         data = datasets.load_from_disk(str(folder)) if folder else datasets.load_dataset(spec, split=split)
     except Exception as error:  # the library checks nothing in the files of a folder, so anything may fail

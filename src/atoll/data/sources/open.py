@@ -1,13 +1,14 @@
 """Open a source, and detect its kind if the options do not name it."""
 
+import os
 from glob import glob
 from pathlib import Path
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.bounded import link_outside
+from atoll.data.foreign_files import link_outside
 from atoll.data.images import SUFFIXES
-from atoll.data.sources.base import KINDS, Kind, Options, Source
-from atoll.data.sources.folder import FolderSource, entries_of, folders
+from atoll.data.sources.image_folder import FolderSource, entries_of, folders
+from atoll.data.sources.source import KINDS, Source, SourceKind, SourceOptions
 from atoll.encoders.hub import hint
 
 _EXPECTED = (
@@ -16,12 +17,12 @@ _EXPECTED = (
 )
 
 
-def open_source(spec: str | Path, options: Options | None = None) -> Source:
+def open_source(spec: str | Path, options: SourceOptions | None = None) -> Source:
     """Open a folder, tars, parquet files, a Hugging Face dataset by name or path, or the built-in `emoji`.
 
     Raise `AtollError` if the source does not exist or has no known kind.
     """
-    spec, options = str(spec), options or Options()
+    spec, options = str(spec), options or SourceOptions()
     if not 0 <= options.val_fraction < 1:
         raise AtollError(f"val_fraction is {options.val_fraction}; expected a fraction from 0 to below 1")
     if options.kind is not None and options.kind not in KINDS:
@@ -39,7 +40,9 @@ def open_source(spec: str | Path, options: Options | None = None) -> Source:
 
         return DatasetsSource(spec, options)
     if kind == "folder":
-        return FolderSource(_existing(spec), options)
+        if not (folder := Path(spec).expanduser()).is_dir():
+            raise AtollError(f"{spec}: no such folder; {_EXPECTED}")
+        return FolderSource(folder, options)
     if kind == "webdataset":
         from atoll.data.sources.webdataset import TarSource
 
@@ -49,7 +52,7 @@ def open_source(spec: str | Path, options: Options | None = None) -> Source:
     return ParquetSource(*files_of(spec, ".parquet"), options)
 
 
-def find_kind(spec: str) -> Kind:
+def find_kind(spec: str) -> SourceKind:
     """Detect the kind of a source from its name and its files."""
     if spec == "emoji" or spec.startswith("emoji:"):
         return "emoji"
@@ -57,7 +60,7 @@ def find_kind(spec: str) -> Kind:
     if path.is_dir():
         return _kind_of_folder(path)
     if path.is_file() or any(letter in spec for letter in "*?["):
-        by_suffix: dict[str, Kind] = {".tar": "webdataset", ".parquet": "parquet"}
+        by_suffix: dict[str, SourceKind] = {".tar": "webdataset", ".parquet": "parquet"}
         if path.suffix in by_suffix:
             return by_suffix[path.suffix]
         hint = "; unpack it first" if path.suffix in (".gz", ".tgz", ".zip") else ""
@@ -68,14 +71,14 @@ def find_kind(spec: str) -> Kind:
     return "datasets"
 
 
-def _kind_of_folder(folder: Path) -> Kind:
+def _kind_of_folder(folder: Path) -> SourceKind:
     # `save_to_disk` of the datasets library writes one of these files.
     names = {entry.name for entry in entries_of(folder)}
     if names & {"dataset_dict.json", "state.json"}:
         return "datasets"
     if any(name.endswith(".tar") for name in names):
         return "webdataset"
-    found: Kind | None = None
+    found: SourceKind | None = None
     links = []
     for _, files in folders(folder):
         links += [file.name for file in files if file.is_symlink() and file.is_dir()]
@@ -89,13 +92,6 @@ def _kind_of_folder(folder: Path) -> Kind:
     raise AtollError(f"{folder} has no images, tars or parquet files{skipped}; {_EXPECTED}")
 
 
-def _existing(spec: str) -> Path:
-    folder = Path(spec).expanduser()
-    if not folder.is_dir():
-        raise AtollError(f"{spec}: no such folder; {_EXPECTED}")
-    return folder
-
-
 def files_of(spec: str, suffix: str) -> tuple[Path, list[Path]]:
     """Return the common folder and the files, by name, of a file name, a folder or a pattern."""
     path = Path(spec).expanduser()
@@ -105,18 +101,8 @@ def files_of(spec: str, suffix: str) -> tuple[Path, list[Path]]:
     files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
     if not files:
         raise AtollError(f"{spec}: no {suffix} file found; {_EXPECTED}")
-    root = path if path.is_dir() else Path(*_common_parts(files))
+    root = path if path.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
     for file in files:
         if reason := link_outside(root, file):
             raise AtollError(f"{file} is {reason}; name the file itself, or copy it")
     return root, files
-
-
-def _common_parts(files: list[Path]) -> list[str]:
-    """Return the parts of the path that all files have in common."""
-    shared = []
-    for parts in zip(*(file.parent.parts for file in files), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return shared

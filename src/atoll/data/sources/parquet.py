@@ -19,16 +19,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from atoll.core.errors import AtollError, first_line
-from atoll.data.bounded import MAX_IMAGE_BYTES, check_size, read_below
+from atoll.data.foreign_files import MAX_IMAGE_BYTES, check_size, read_below
 from atoll.data.images import BadImage
-from atoll.data.sources.base import Options, SourceImage, digest, unreadable_image
-from atoll.data.sources.fields import IDS, Ids, Row, fingerprint_of, key_of, make_image, pick_column
-from atoll.data.sources.parquet_pages import check_group
+from atoll.data.sources.fields import IDS, Ids, MetadataRow, fingerprint_of, key_of, make_image, pick_column
+from atoll.data.sources.source import SourceImage, SourceOptions, digest, unreadable_image
 
 # What pyarrow raises on damaged files, found by mutating them.
 _DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError, IndexError)
 # Usual names of image columns, by priority.
 IMAGES = ("image", "img", "image_bytes", "jpg", "jpeg", "png", "webp", "bytes")
+# Rows that are decoded at once; a choice. Most metadata of so many rows takes less than a megabyte.
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,20 @@ class Columns:
     """The class names of columns that store class indices."""
 
     @classmethod
-    def find(cls, schema: pa.Schema, options: Options, where: str) -> "Columns":
+    def find(cls, schema: pa.Schema, options: SourceOptions, where: str) -> "Columns":
         """Find the columns by the options or by their usual names."""
         names = list(schema.names)
-        candidates = [name for name in names if _holds_images(schema.field(name).type)]
+        # The datasets library stores class names in the metadata of the schema.
+        try:
+            stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+            kinds = stored.get("info", {}).get("features", {}).items()
+            named = {name: kind["names"] for name, kind in kinds if isinstance(kind, dict) and "names" in kind}
+        except (ValueError, AttributeError, RecursionError):  # somebody else's metadata
+            named = {}
+        candidates = []
+        for name, kind in zip(names, schema.types, strict=True):
+            is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+            candidates += [name] if is_bytes or _has_field(kind, "bytes") else []
         image = pick_column(candidates, options.image, IMAGES, where=where) or next(iter(candidates), None)
         if image is None:
             raise AtollError(
@@ -63,10 +74,10 @@ class Columns:
             id=id,
             hidden=frozenset({image} | ({id} - set(given))),
             others=[name for name in names if name != image],
-            classes=_class_names(schema),
+            classes={name: classes for name, classes in named.items() if isinstance(classes, list)},
         )
 
-    def row(self, values: Row) -> Row:
+    def row(self, values: MetadataRow) -> MetadataRow:
         """Return the metadata of a row, with class indices replaced by names."""
         row = {name: value for name, value in values.items() if name not in self.hidden}
         for name, classes in self.classes.items():
@@ -76,43 +87,35 @@ class Columns:
         return row
 
 
-def _holds_images(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+def _has_field(kind: pa.DataType, name: str) -> bool:
+    return pa.types.is_struct(kind) and any(field.name == name for field in kind)
 
 
-def _has_path(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and any(kind.field(i).name == "path" for i in range(kind.num_fields))
-
-
-def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
-    """Return the class names that the datasets library stores in a schema's metadata, by column."""
-    try:
-        stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = stored.get("info", {}).get("features", {})
-        named = {name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and "names" in kind}
-    except (ValueError, AttributeError, RecursionError):  # somebody else's metadata
-        return {}
-    return {name: names for name, names in named.items() if isinstance(names, list)}
-
-
-def table_image(values: Row, columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: Options) -> SourceImage:
+def table_image(
+    values: MetadataRow, columns: Columns, ids: Ids, *, read: Callable[[], bytes], options: SourceOptions
+) -> SourceImage:
     """Return the image of a row. In `values`, the image column has at most the image's path."""
     row = columns.row(values)
     name = values[columns.id] if columns.id is not None else values[columns.image]
-    key = key_of(str(name)) if name not in (None, "") else _row_hash(row, read)
+    if name not in (None, ""):
+        key = key_of(str(name))
+    else:
+        try:
+            data = read()
+        except BadImage as bad:
+            data = bad.reason.encode()
+        key = digest(data, repr(row))
     return make_image(ids.unique(key, lambda: digest(repr(row))[:8]), row, read, options=options)
 
 
-def table_rows(table: pa.Table, columns: Columns) -> Iterator[Row]:
+def table_rows(table: pa.Table, columns: Columns) -> Iterator[MetadataRow]:
     """Yield rows with the image's path, if it has one, instead of the image."""
-    rows: list[Row] = [{}] * len(table)
+    rows: list[MetadataRow] = [{}] * len(table)
     if columns.others:
         values = [_values(table.column(name)) for name in columns.others]
         rows = [dict(zip(columns.others, row, strict=True)) for row in zip(*values, strict=True)]
     paths: list[Any] = [None] * len(table)
-    if columns.image in table.column_names and _has_path(table.schema.field(columns.image).type):
+    if columns.image in table.column_names and _has_field(table.schema.field(columns.image).type, "path"):
         paths = _values(pc.struct_field(table.column(columns.image), "path"))
     for row, path in zip(rows, paths, strict=True):
         yield {**row, columns.image: path}
@@ -128,42 +131,29 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     return values
 
 
-def _row_hash(row: Row, read: Callable[[], bytes]) -> str:
-    try:
-        data = read()
-    except BadImage as bad:
-        data = bad.reason.encode()
-    return digest(data, repr(row))
-
-
 def image_bytes(value: object, roots: Sequence[Path]) -> bytes:
     """Return the bytes of an image's cell; the datasets library may store the path of a file instead.
 
     The file is read only if it is below one of the roots: whoever wrote the table could name any file of this machine.
     """
-    if isinstance(value, dict):
-        if value.get("bytes") is None and value.get("path"):
-            return _read_named(str(value["path"]), roots)
-        value = value.get("bytes")
-    if not isinstance(value, bytes):
+    stored = value.get("bytes") if isinstance(value, dict) else value
+    if isinstance(stored, bytes):
+        check_size(len(stored), MAX_IMAGE_BYTES, "it")
+        return stored
+    path = str(value["path"]) if isinstance(value, dict) and stored is None and value.get("path") else None
+    if path is None:
         raise BadImage("the table has no image in this row")
-    check_size(len(value), MAX_IMAGE_BYTES, "it")
-    return value
-
-
-def _read_named(path: str, roots: Sequence[Path]) -> bytes:
-    if "\0" not in path:
-        for root in map(os.path.realpath, roots):
-            file = os.path.realpath(os.path.join(root, path))
-            if os.path.commonpath([root, file]) == root:
-                return read_below(root, file, what=f"its file {path}")
+    for root in map(os.path.realpath, roots if "\0" not in path else ()):
+        file = os.path.realpath(os.path.join(root, path))
+        if os.path.commonpath([root, file]) == root:
+            return read_below(root, file, what=f"its file {path}")
     raise BadImage(f"the table names the file {path!r:.200}, which is outside its folder, so it is not read")
 
 
 class ParquetSource:
     """Parquet files with a column of images."""
 
-    def __init__(self, root: Path, files: list[Path], options: Options) -> None:
+    def __init__(self, root: Path, files: list[Path], options: SourceOptions) -> None:
         self.root = root
         self.files = files
         self.options = options
@@ -179,7 +169,10 @@ class ParquetSource:
             missing = {*self.columns.others, self.columns.image} - set(table.schema_arrow.names)
             if missing:
                 raise AtollError(f"{file}: no column {', '.join(sorted(missing))}, which {self.files[0].name} has")
-            wanted = self._light_columns(table.schema_arrow)
+            # All columns except the images' bytes, with the images' paths only if they are the ids.
+            wanted = self.columns.others
+            if self.columns.id is None and _has_field(table.schema_arrow.field(self.columns.image).type, "path"):
+                wanted = [*wanted, f"{self.columns.image}.path"]
             for group in range(table.num_row_groups):
                 number = 0
                 try:
@@ -188,16 +181,10 @@ class ParquetSource:
                             read = partial(_read_cell, str(file), self.columns.image, group, row=number)
                             yield table_image(values, self.columns, ids, read=read, options=self.options)
                             number += 1
-                except (BadImage, pa.ArrowException) as error:
-                    bad = error if isinstance(error, BadImage) else BadImage(f"it is damaged: {first_line(error)}")
+                except pa.ArrowException as error:
                     shown = f"{file.relative_to(self.root).as_posix()}:{group}"
-                    yield unreadable_image(ids.unique(shown, lambda: "parquet"), bad.reason)
-
-    def _light_columns(self, schema: pa.Schema) -> list[str]:
-        """Return all columns except the images' bytes, with the images' paths only if they are the ids."""
-        if self.columns.id is None and _has_path(schema.field(self.columns.image).type):
-            return [*self.columns.others, f"{self.columns.image}.path"]
-        return self.columns.others
+                    id = ids.unique(shown, lambda: "parquet")
+                    yield unreadable_image(id, f"it is damaged: {first_line(error)}")
 
 
 def _open(file: Path) -> pq.ParquetFile:
@@ -216,16 +203,9 @@ def _metadata(file: Path, mtime_ns: int) -> pq.FileMetaData:  # noqa: ARG001 - a
 
 
 def _batches(file: Path, table: pq.ParquetFile, group: int, *, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield the rows of a row group in tables of bounded size; raise `BadImage` if it is too large."""
-    total = 0
+    """Yield the rows of a row group in tables of at most `_BATCH_ROWS` rows."""
     try:
-        bounds = check_group(file, table.metadata, group, columns=columns)
-        if not columns:
-            yield table.read_row_group(group, columns=[])  # only their number
-            return
-        for batch in table.iter_batches(bounds.batch_rows, [group], columns, use_threads=False):
-            total += batch.nbytes
-            check_size(total, bounds.max_bytes, f"row group {group} of {file.name}")
+        for batch in table.iter_batches(_BATCH_ROWS, [group], columns, use_threads=False):
             yield pa.Table.from_batches([batch])
     except _DAMAGE as error:
         raise AtollError(f"{file}: row group {group} is damaged: {first_line(error)}; restore the file") from error
@@ -252,7 +232,5 @@ def _row_group(file: str, column: str, group: int) -> pa.ChunkedArray | str:
     """Return the images of a row group, or the reason why it cannot be read."""
     try:
         return pa.concat_tables(_batches(Path(file), _open(Path(file)), group, columns=[column])).column(column)
-    except BadImage as bad:
-        return bad.reason
     except AtollError as error:
         return f"row group {group} of {Path(file).name} is damaged: {first_line(error.__cause__ or error)}"

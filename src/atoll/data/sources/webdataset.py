@@ -4,23 +4,24 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from atoll.data.bounded import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, check_size
+from atoll.data.foreign_files import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
-from atoll.data.sources.base import Options, SourceImage, unreadable_image
-from atoll.data.sources.fields import Ids, Row, as_text, fingerprint_of, make_image, text_file_captions
+from atoll.data.sources.fields import Ids, MetadataRow, as_text, fingerprint_of, make_image, text_file_captions
+from atoll.data.sources.source import SourceImage, SourceOptions, unreadable_image
 
 _SURPLUS = "a second image of the key {key!r}: keys end at the first dot; rename it without further dots"
 
 
-# Largest header of a member: GNU and pax headers hold names and attributes. Python reads them into memory as a whole.
-_MAX_HEADER_BYTES = 2**20
-# What tarfile raises on damaged headers, found by mutating tars; a chain of pax headers exceeds the recursion limit.
-_DAMAGE = (tarfile.TarError, OSError, ValueError, OverflowError, IndexError, KeyError, TypeError, RecursionError)
+# What tarfile raises on damaged headers, found by mutating tars. A chain of pax headers exceeds the recursion limit. A
+# header that claims a terabyte exceeds the memory, but only bytes that the file has are read.
+_DAMAGE = (
+    tarfile.TarError, OSError, ValueError, OverflowError, IndexError, KeyError, TypeError, RecursionError, MemoryError
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,8 @@ class _Member:
     """Why it must not be read."""
 
 
-@dataclass
-class _Group:
-    """The members of one key, by suffix."""
-
-    key: str
-    members: dict[str, _Member] = field(default_factory=dict)
-
-    @property
-    def images(self) -> list[str]:
-        """The suffixes of its images."""
-        return [suffix for suffix in self.members if f".{suffix.rsplit('.', 1)[-1]}" in SUFFIXES]
-
-    @property
-    def surplus(self) -> list[str]:
-        """All images but the first, if dots in their names (a.1.jpg, a.2.jpg) have given them the same key."""
-        # With a plain KEY.jpg, the others are taken for its variants, such as KEY.mask.png, and are not listed.
-        return self.images[1:] if all("." in suffix for suffix in self.images) else []
+Members = dict[str, _Member]
+"""The members of one key, by suffix."""
 
 
 class TarSource:
@@ -58,7 +44,7 @@ class TarSource:
     A repeated key becomes `key@tar`.
     """
 
-    def __init__(self, root: Path, files: list[Path], options: Options) -> None:
+    def __init__(self, root: Path, files: list[Path], options: SourceOptions) -> None:
         self.root = root
         self.files = files
         self.options = options
@@ -72,93 +58,77 @@ class TarSource:
             shard = file.relative_to(self.root).as_posix()
             damage: list[str] = []
             mark = partial(shard.removesuffix, ".tar")
-            for group in _groups(file, damage):
-                yield self._image(file, ids.unique(group.key, mark), group)
-                for suffix in group.surplus:
-                    yield unreadable_image(ids.unique(f"{group.key}.{suffix}", mark), _SURPLUS.format(key=group.key))
+            for key, members in _groups(file, damage):
+                id = ids.unique(key, mark)
+                images = [suffix for suffix in members if f".{suffix.rsplit('.', 1)[-1]}" in SUFFIXES]
+                if not images:
+                    yield unreadable_image(id, f"no image among its members: {', '.join(members)}")
+                    continue
+                try:
+                    row = _row(file, members, self.options)
+                    read = partial(_read, str(file), members[images[0]], limit=MAX_IMAGE_BYTES)
+                    yield make_image(id, row, read, options=self.options)
+                except BadImage as bad:
+                    yield unreadable_image(id, bad.reason)
+                # Dots in names (a.1.jpg, a.2.jpg) have given several images the same key. With a plain KEY.jpg, the
+                # others are taken for its variants, such as KEY.mask.png, and are not listed.
+                for suffix in images[1:] if all("." in suffix for suffix in images) else ():
+                    yield unreadable_image(ids.unique(f"{key}.{suffix}", mark), _SURPLUS.format(key=key))
             for reason in damage:
                 yield unreadable_image(ids.unique(shard, lambda: "tar"), reason)
 
-    def _image(self, file: Path, id: str, group: _Group) -> SourceImage:
-        if not group.images:
-            return unreadable_image(id, f"no image among its members: {', '.join(group.members)}")
-        try:
-            row = _row(file, group, self.options)
-        except BadImage as bad:
-            return unreadable_image(id, bad.reason)
-        image = partial(_read, str(file), group.members[group.images[0]], limit=MAX_IMAGE_BYTES)
-        return make_image(id, row, image, options=self.options)
 
-
-def _row(file: Path, group: _Group, options: Options) -> Row:
+def _row(file: Path, members: Members, options: SourceOptions) -> MetadataRow:
     """Return the metadata in KEY.json, KEY.txt and KEY.cls; text files have priority over JSON."""
     row: dict[str, object] = {}
-    if "json" in group.members:
+    if "json" in members:
         try:
-            row = json.loads(_read(str(file), group.members["json"], limit=MAX_JSON_BYTES))
+            row = json.loads(_read(str(file), members["json"], limit=MAX_JSON_BYTES))
         except (ValueError, RecursionError) as error:
             raise BadImage(f"its .json is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise BadImage(f"its .json is a {type(row).__name__}, not an object")
-    if "txt" in group.members:
-        text = _read(str(file), group.members["txt"], limit=MAX_CAPTION_BYTES)
+    if "txt" in members:
+        text = _read(str(file), members["txt"], limit=MAX_CAPTION_BYTES)
         row["caption"] = text_file_captions(text, options)
-    if "cls" in group.members:
-        row["label"] = as_text(_read(str(file), group.members["cls"], limit=MAX_CAPTION_BYTES))
+    if "cls" in members:
+        row["label"] = as_text(_read(str(file), members["cls"], limit=MAX_CAPTION_BYTES))
     return row
 
 
-def _groups(file: Path, damage: list[str]) -> Iterator[_Group]:
-    """Yield groups of consecutive members with the same key, from the headers. Append the tar's errors to `damage`."""
-    group: _Group | None = None
+def _groups(file: Path, damage: list[str]) -> Iterator[tuple[str, Members]]:
+    """Yield each key with its members, which are consecutive. Append the tar's errors to `damage`."""
+    last, group = "", Members()
     for member in _members(file, damage):
         folder, name = os.path.split(os.path.normpath(member.name))
         if member.isdir() or name.startswith(".") or "__MACOSX" in folder:
             continue
         stem, _, suffix = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
-        if group is None or group.key != key or suffix.lower() in group.members:
-            if group is not None:
-                yield group
-            group = _Group(key)
-        group.members[suffix.lower()] = _Member(member.offset_data, member.size, _problem(member))
-    if group is not None:
-        yield group
-
-
-def _problem(member: tarfile.TarInfo) -> str | None:
-    """Return why a member must not be read; None for a plain file."""
-    if member.issym() or member.islnk():
-        return f"it is a link to {member.linkname[:200]!r}; links in tars are not followed"
-    if not member.isfile() or member.issparse():
-        return "it is not a plain file"
-    return None
-
-
-class _Headers:
-    """A tar from which only headers are read, none of them larger than `_MAX_HEADER_BYTES`."""
-
-    def __init__(self, data: BinaryIO) -> None:
-        self.seek, self.tell, self._data = data.seek, data.tell, data
-
-    def read(self, size: int) -> bytes:
-        """Return the next bytes."""
-        if not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header claims {size:,} bytes; the limit is {_MAX_HEADER_BYTES:,}")
-        return self._data.read(size)
+        if key != last or suffix.lower() in group:
+            if group:
+                yield last, group
+            last, group = key, Members()
+        problem = None
+        if member.issym() or member.islnk():
+            problem = f"it is a link to {member.linkname[:200]!r}; links in tars are not followed"
+        elif not member.isfile() or member.issparse():
+            problem = "it is not a plain file"
+        group[suffix.lower()] = _Member(member.offset_data, member.size, problem)
+    if group:
+        yield last, group
 
 
 def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
     """Yield all members of a file that is one tar or a concatenation of several."""
-    start: int | None = 0
     with file.open("rb") as data:
-        while start is not None:
+        start, block = 0, b"\1"
+        while block:
             data.seek(start)
             last = -1
             try:
-                headers: Any = _Headers(data)
                 tar: Any
-                with tarfile.open(fileobj=headers, mode="r:") as tar:
+                with tarfile.open(fileobj=data, mode="r:") as tar:
                     while (member := tar.next()) is not None:
                         if member.size < 0 or tar.offset <= last:
                             raise tarfile.ReadError(f"the member {member.name[:200]!r} has a negative size")
@@ -168,20 +138,15 @@ def _members(file: Path, damage: list[str]) -> Iterator[tarfile.TarInfo]:
             except _DAMAGE as error:
                 damage.append(f"the tar is broken: {str(error)[:200] or type(error).__name__}")
                 return
-            start = _next_block(data, tar.offset)
+            # The next tar begins at the first block that is not zero.
+            data.seek(tar.offset)
+            while (block := data.read(tarfile.BLOCKSIZE)) and not any(block):
+                pass
+            start = data.tell() - len(block)
             # tarfile stops silently at a header that it cannot read.
-            if start == tar.offset:
+            if block and start == tar.offset:
                 damage.append(f"the tar is broken: no readable header at byte {start} of {file.stat().st_size}")
                 return
-
-
-def _next_block(data: BinaryIO, offset: int) -> int | None:
-    """Return the offset of the first non-zero block; None if only the zeros at the end of a tar follow."""
-    data.seek(offset)
-    while block := data.read(tarfile.BLOCKSIZE):
-        if any(block):
-            return data.tell() - len(block)
-    return None
 
 
 def _read(file: str, member: _Member, *, limit: int) -> bytes:

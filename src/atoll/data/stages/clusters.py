@@ -7,9 +7,10 @@ gives the cluster that it was merged into. Features are streamed from disk, so m
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,28 +18,33 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, to_json
-from atoll.core.config_sections import Clusters
+from atoll.core.config_sections import ClustersSection
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
 from atoll.core.progress import progress
+from atoll.core.sizes import Size, nearest_size
 from atoll.data.chunks import Chunks, read_rows
-from atoll.data.contact_sheet import contact_sheets
+from atoll.data.images import THUMBNAIL, BadImage, fit, image_size, open_image, sheet
 from atoll.data.index import IMAGES, Index
-from atoll.data.kmeans import Floats, Integers, Part, fine_count, fit_fine, merge, nearest_center, separation
+from atoll.data.kmeans import Floats, GroupName, IntegerArray, fine_count, fit_fine, merge, nearest_center, separation
 from atoll.data.shuffle import shuffled
+from atoll.data.sources.source import Source
 from atoll.data.stages import features
-from atoll.data.stages.base import Stage
+from atoll.data.stages.stage import Stage
 
 NAME = layout.CLUSTERS
 ASSIGNMENTS, CENTROIDS, REPORT = "assignments.parquet", "centroids.safetensors", "report.json"
 _KEPT = ".kept.safetensors"
 """The rule from before the source changed."""
 _CENTERS, _FINE, _SUMS = ".centers.safetensors", ".fine.parquet", ".sums.safetensors"
+# Thumbnails on a contact sheet; a choice.
+_PER_SHEET = 64
 # Separation needs all pairwise cosines, so its memory is quadratic: 4,096 rows take 134 MB in float64.
 _REPORT_ROWS = 4096
 
@@ -71,7 +77,9 @@ class ClustersStage(Stage):
         made, config = artifact.manifest(), self.job.config.clusters
         if made is not None and config.count > 1 and not artifact.path(_KEPT).is_file():
             same = config.method == "features" and made.made_from["network"] == inputs["network"]
-            if same and _remaining(artifact, self.job.open_index()) >= 0.5:
+            before = pq.read_table(artifact.path(ASSIGNMENTS), columns=["id"])["id"]
+            now = pq.read_table(self.job.open_index().artifact.path(IMAGES), columns=["id"])["id"]
+            if same and pc.mean(pc.is_in(before, value_set=now.combine_chunks())).as_py() >= 0.5:
                 print("clusters: kept; new images go to the nearest center", flush=True)
                 artifact.path(CENTROIDS).replace(artifact.path(_KEPT))
             else:
@@ -98,21 +106,14 @@ class ClustersStage(Stage):
 
     def summary(self, content: ClustersContent) -> str:
         parts = [f"sizes {list(content.sizes['train'])}", f"largest/mean {content.imbalance:.3f}"]
-        if found := Report.model_validate(self.artifact.read_json(REPORT)).separation:
+        if found := ClusterReport.model_validate(self.artifact.read_json(REPORT)).separation:
             parts += [
                 f"{key} {found['clusters'][key]:.3f} (random {found['random'][key]:.3f})" for key in found["clusters"]
             ]
         return f"{', '.join(parts)}; contact sheets: {self.artifact.folder}/cluster_*.png"
 
 
-def _remaining(artifact: Artifact, index: Index) -> float:
-    """Return the share of the assigned images that the index still has."""
-    before = pq.read_table(artifact.path(ASSIGNMENTS), columns=["id"])["id"]
-    now = pq.read_table(index.artifact.path(IMAGES), columns=["id"])["id"]
-    return float(pc.mean(pc.is_in(before, value_set=now.combine_chunks())).as_py())
-
-
-class Report(ClustersContent):
+class ClusterReport(ClustersContent):
     """The content of report.json."""
 
     examples: list[list[str]]
@@ -127,7 +128,7 @@ class Partition:
 
     artifact: Artifact
     index: Index
-    settings: Clusters
+    settings: ClustersSection
     features: Chunks
 
     @property
@@ -136,22 +137,23 @@ class Partition:
 
     def assign(self) -> None:
         """Write the table of assignments and, if the partition uses features, the centers."""
-        kept = self._kept_rule()
         if self._needs_features:
+            # If the source changed, the rule may be kept: centers, and the table that merges them.
+            kept = load_file(self.artifact.path(_KEPT)) if self.artifact.path(_KEPT).is_file() else None
             self.fit(kept)
             self.assign_fine()
-            self.write_assignments(self.rows_by_table(self.merge_fine() if kept is None else self._keep(kept)))
+            if kept is None:
+                rows = self.rows_by_table(self.merge_fine())
+            else:
+                self.artifact.write_tensors(CENTROIDS, kept)
+                rows = self.rows_by_table(kept["coarse_of_fine"].numpy())
         else:
-            self.write_assignments(self.rows_without_features())
-
-    def _kept_rule(self) -> dict[str, Tensor] | None:
-        """Return the rule from before the source changed, if it is kept: centers, and the table that merges them."""
-        return load_file(self.artifact.path(_KEPT)) if self.artifact.path(_KEPT).is_file() else None
-
-    def _keep(self, rule: dict[str, Tensor]) -> Integers:
-        """Write the kept centers, and return the table from fine clusters to clusters."""
-        self.artifact.write_tensors(CENTROIDS, rule)
-        return rule["coarse_of_fine"].numpy()
+            rows = self.rows_without_features()
+        # One row group per chunk.
+        with self.artifact.writing(ASSIGNMENTS) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
+            for chunk, columns in enumerate(rows):
+                ids = read_rows(self.index.artifact.path(IMAGES), chunk, ["id"])["id"]
+                writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
 
     def fit(self, kept: dict[str, Tensor] | None) -> None:
         """Fit the fine centers to a random subset of the training features that fits into memory, or keep them."""
@@ -168,6 +170,7 @@ class Partition:
 
     def _subset(self, at_most: int) -> Floats:
         """Return the features (rows, D) of at most `at_most` random training images."""
+        # The result is allocated once: a list of parts and their sum would take twice the memory.
         drawn = list(self.draw(at_most))
         result = np.empty((sum(len(rows) for _, rows in drawn), self._dimensions()), dtype=np.float32)
         filled = 0
@@ -179,7 +182,7 @@ class Partition:
     def _dimensions(self) -> int:
         return self.features.artifact.read(FEATURES).dimensions
 
-    def draw(self, at_most: int) -> Iterator[tuple[int, Integers]]:
+    def draw(self, at_most: int) -> Iterator[tuple[int, IntegerArray]]:
         """Yield (chunk, rows of it) of at most `at_most` random training images, evenly from all chunks."""
         total = self.index.content.splits.get("train", 0)
         if not total:
@@ -188,15 +191,12 @@ class Partition:
         # cumulative counts, so that they add up to `wanted` exactly.
         wanted, seen = min(at_most, total), 0
         for chunk in range(self.features.count):
-            train = np.flatnonzero(self._is_train(chunk))
+            train = np.flatnonzero(self.index.arrays(chunk)["train"])
             before, seen = seen, seen + len(train)
             quota = wanted * seen // total - wanted * before // total
             generator = np.random.Generator(np.random.PCG64([self.settings.seed, chunk]))
             if quota:
                 yield chunk, np.sort(generator.choice(train, quota, replace=False))
-
-    def _is_train(self, chunk: int) -> Integers:
-        return self.index.arrays(chunk)["train"]
 
     def assign_fine(self) -> None:
         """Write the fine cluster of every image, and the feature sums and sizes of the fine clusters.
@@ -221,14 +221,14 @@ class Partition:
                     fine, distance = self.label_numbers(chunk), np.full(len(rows), np.nan)
                 else:
                     fine, distance = nearest_center(rows, centers)
-                train = self._is_train(chunk)
+                train = self.index.arrays(chunk)["train"]
                 sums.index_add_(0, torch.from_numpy(fine[train]), torch.from_numpy(rows[train]).double())
                 sizes += np.bincount(fine[train], minlength=count)
                 writer.write_table(pa.table([fine, distance.astype(np.float32)], schema=_FINE_SCHEMA))
                 bar.update(len(rows))
         self.artifact.write_tensors(_SUMS, {"sums": sums, "sizes": torch.from_numpy(sizes)})
 
-    def label_numbers(self, chunk: int) -> Integers:
+    def label_numbers(self, chunk: int) -> IntegerArray:
         """Return the class index of every image of a chunk."""
         number = {label: index for index, label in enumerate(self.index.labels)}
         columns = self.index.read(chunk, ["id", "label"])
@@ -237,18 +237,18 @@ class Partition:
                 raise AtollError(f"clusters.method is labels, but image {id!r} has no label; use features")
         return np.array([number[label] for label in columns["label"]], dtype=np.int32)
 
-    def merge_fine(self) -> Integers:
+    def merge_fine(self) -> IntegerArray:
         """Merge the fine clusters, write all centers, and return the table from fine clusters to clusters."""
         known = load_file(self.artifact.path(_SUMS))
         sums, sizes = known["sums"].numpy(), known["sizes"].numpy()
         settings = self.settings
         used = np.flatnonzero(sizes)
-        part: Part = "class" if settings.method == "labels" else "fine cluster"
+        part: GroupName = "class" if settings.method == "labels" else "fine cluster"
         merged = merge(
             sums[used], sizes[used], settings.count, max_imbalance=settings.max_imbalance, seed=settings.seed, part=part
         )
         totals = np.zeros((settings.count, sums.shape[1]))
-        np.add.at(totals, merged.coarse_of_fine, sums[used])
+        np.add.at(totals, merged, sums[used])
         coarse = torch.nn.functional.normalize(torch.from_numpy(totals), dim=1).float()
         if settings.method == "labels":
             fine = torch.nn.functional.normalize(torch.from_numpy(sums), dim=1).float()
@@ -256,20 +256,20 @@ class Partition:
             fine = load_file(self.artifact.path(_CENTERS))["fine"]
         # A fine cluster without training images is not part of the merge; it goes to the nearest cluster.
         table = (fine @ coarse.T).argmax(1).to(torch.int32).numpy()
-        table[used] = merged.coarse_of_fine
+        table[used] = merged
         tensors = {"fine": fine, "coarse": coarse, "coarse_of_fine": torch.from_numpy(table)}
         self.artifact.write_tensors(CENTROIDS, tensors)
         return table
 
-    def rows_by_table(self, coarse_of_fine: Integers) -> Iterator[tuple[Integers, Integers, Floats]]:
-        """Yield (fine, coarse, distance) of every chunk, by the table from fine clusters to clusters."""
+    def rows_by_table(self, coarse_of_fine: IntegerArray) -> Iterator[tuple[IntegerArray, IntegerArray, Floats]]:
+        """Map each image's fine cluster to its cluster; yield one (fine, coarse, distance) triple per chunk."""
         with pq.ParquetFile(self.artifact.path(_FINE)) as file:
             for chunk in range(self.features.count):
                 table = file.read_row_group(chunk)
                 fine = table["fine"].to_numpy()
                 yield fine, coarse_of_fine[fine], table["distance"].to_numpy()
 
-    def rows_without_features(self) -> Iterator[tuple[Integers, Integers, Floats]]:
+    def rows_without_features(self) -> Iterator[tuple[IntegerArray, IntegerArray, Floats]]:
         """Yield (fine, coarse, distance) of every chunk for one cluster, random clusters, or one cluster per class."""
         count, by_label = self.settings.count, self.settings.method == "labels"
         if by_label and count > max(1, len(self.index.labels)):
@@ -289,43 +289,35 @@ class Partition:
                 coarse = (mixed % np.uint64(count)).astype(np.int32)
             yield coarse, coarse, np.full(length, np.nan, dtype=np.float32)
 
-    def write_assignments(self, rows: Iterator[tuple[Integers, Integers, Floats]]) -> None:
-        """Write the table of assignments, with one row group per chunk."""
-        with self.artifact.writing(ASSIGNMENTS) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
-            for chunk, columns in enumerate(rows):
-                ids = read_rows(self.index.artifact.path(IMAGES), chunk, ["id"])["id"]
-                writer.write_table(pa.table([ids, *columns], schema=_SCHEMA))
-
-    def report(self) -> Report:
+    def report(self) -> ClusterReport:
         """Return sizes, imbalance, examples and, if features were used, the separation of the clusters."""
-        sizes = {"train": np.zeros(self.settings.count, int), "held-out": np.zeros(self.settings.count, int)}
+        measured = None
+        if self._needs_features:
+            rows, drawn = self._subset(_REPORT_ROWS), self.draw(_REPORT_ROWS)
+            groups = np.concatenate(
+                [read_assignments(self.artifact, chunk, ["coarse"])["coarse"][own] for chunk, own in drawn]
+            )
+            # The random partition has the same sizes.
+            mixed = np.random.Generator(np.random.PCG64(self.settings.seed)).permutation(groups)
+            measured = {"clusters": separation(rows, groups), "random": separation(rows, mixed)}
+        sizes = {"train": np.zeros(self.settings.count, int), "validation": np.zeros(self.settings.count, int)}
         fine = 0
         for chunk in range(self.features.count):
-            rows = read_assignments(self.artifact, chunk, ["fine", "coarse"])
-            train = self._is_train(chunk)
-            sizes["train"] += np.bincount(rows["coarse"][train], minlength=self.settings.count)
-            sizes["held-out"] += np.bincount(rows["coarse"][~train], minlength=self.settings.count)
-            fine = max(fine, int(rows["fine"].max(initial=-1)) + 1)
-        return Report(
+            table = read_assignments(self.artifact, chunk, ["fine", "coarse"])
+            train = self.index.arrays(chunk)["train"]
+            sizes["train"] += np.bincount(table["coarse"][train], minlength=self.settings.count)
+            sizes["validation"] += np.bincount(table["coarse"][~train], minlength=self.settings.count)
+            fine = max(fine, int(table["fine"].max(initial=-1)) + 1)
+        return ClusterReport(
             method=self.settings.method,
             sizes={split: tuple(counts.tolist()) for split, counts in sizes.items()},
             imbalance=float(sizes["train"].max() / sizes["train"].mean()),
             num_fine=fine,
             examples=self.examples(),
-            separation=self._separation() if self._needs_features else None,
+            separation=measured,
         )
 
-    def _separation(self) -> dict[str, dict[str, float]]:
-        features_of_rows = self._subset(_REPORT_ROWS)
-        drawn = self.draw(_REPORT_ROWS)
-        groups = np.concatenate(
-            [read_assignments(self.artifact, chunk, ["coarse"])["coarse"][rows] for chunk, rows in drawn]
-        )
-        # The random partition has the same sizes.
-        mixed = np.random.Generator(np.random.PCG64(self.settings.seed)).permutation(groups)
-        return {"clusters": separation(features_of_rows, groups), "random": separation(features_of_rows, mixed)}
-
-    def examples(self, per_cluster: int = 64) -> list[list[str]]:
+    def examples(self) -> list[list[str]]:
         """Return the ids of some training images of every cluster, ordered by fine cluster."""
         found: list[list[tuple[int, str]]] = [[] for _ in range(self.settings.count)]
         for chunk, drawn in self.draw(_REPORT_ROWS):
@@ -335,7 +327,7 @@ class Partition:
         generator = np.random.Generator(np.random.PCG64(self.settings.seed))
         picked = []
         for members in found:
-            chosen = generator.permutation(len(members))[:per_cluster]
+            chosen = generator.permutation(len(members))[:_PER_SHEET]
             picked.append([id for _, id in sorted(members[number] for number in chosen)])
         return picked
 
@@ -348,23 +340,38 @@ def read_assignments(
     return {name: table[name].to_numpy() for name in columns}
 
 
-@dataclass(frozen=True)
-class Assigner:
-    """The saved assignment rule, for images that are not part of the run."""
+def contact_sheets(artifact: Artifact, index: Index, source: Source, *, examples: list[list[str]]) -> None:
+    """Write a page of thumbnails per cluster (`cluster_000.png`, …), to judge the partition by eye.
 
-    fine: Floats
-    coarse_of_fine: Integers
-
-    @classmethod
-    def open(cls, run: Path) -> "Assigner":
-        """Open the rule of a run with clusters.method features."""
-        artifact = Artifact(run, NAME)
-        if artifact.read(CLUSTERS).method != "features" or not artifact.path(CENTROIDS).is_file():
-            raise AtollError(f"{artifact.folder} has no centers; only clusters.method features makes them")
-        tensors = load_file(artifact.path(CENTROIDS))
-        return cls(tensors["fine"].numpy(), tensors["coarse_of_fine"].numpy())
-
-    def __call__(self, rows: Tensor) -> tuple[Integers, Integers, Floats]:
-        """Return fine cluster, cluster and distance (N,) of feature vectors (N, D)."""
-        fine, distance = nearest_center(rows.float().numpy(), self.fine)
-        return fine, self.coarse_of_fine[fine], distance
+    `examples` has the ids of each cluster's images. If the run has several sizes, also write one page per size
+    (`size_96x64.png`, …).
+    """
+    pages = {f"cluster_{number:03d}.png": ids for number, ids in enumerate(examples)}
+    sizes = {Size.parse(name): bucket for name, bucket in index.content.sizes.items()}
+    if len(sizes) > 1:
+        # Evenly spread, because sources are often sorted.
+        stride = {size: -(-bucket.images // _PER_SHEET) for size, bucket in sizes.items()}
+        pages |= {f"size_{size}.png": [] for size in sizes}
+        seen: Counter[Size] = Counter()
+        for chunk in range(len(index.lengths)):
+            for id, size in zip(index.read(chunk, ["id"])["id"], index.sizes(chunk), strict=True):
+                if seen[size] % stride[size] == 0:
+                    pages[f"size_{size}.png"].append(id)
+                seen[size] += 1
+    # A set: the source is listed once, and an image may be on two pages.
+    wanted = {id for ids in pages.values() for id in ids}
+    side = min(THUMBNAIL, int(index.manifest.made_from["resolution"]))
+    thumbnails: dict[str, Image.Image] = {}
+    for image in source.images():
+        if image.id in wanted:
+            # An image that became unreadable since the ingest stage is left out.
+            with suppress(BadImage):
+                data = image.read()
+                size = nearest_size(list(sizes), *image_size(data))
+                # The largest size with about the same ratio that fits into a square.
+                scale = side / max(size.height, size.width)
+                target = Size(max(1, round(size.height * scale)), max(1, round(size.width * scale)))
+                thumbnails[image.id] = fit(open_image(data, [target]), target, size)
+    for name, ids in pages.items():
+        with artifact.writing(name) as path:
+            sheet([thumbnails[id] for id in ids if id in thumbnails]).save(path, format="PNG")

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
-from atoll.core.config_sections import Clusters
+from atoll.core.config_sections import ClustersSection
 from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, EncoderStage, Job
+from atoll.data.stages.stage import EncoderStage, PassEncoder, PrepareJob
 from atoll.encoders import efficientnet
 from atoll.encoders.pretrained import fingerprint, model_folder
 from atoll.encoders.vision import open_extractor
@@ -20,14 +20,14 @@ from atoll.encoders.vision import open_extractor
 NAME = layout.FEATURES
 
 
-def needed(config: Clusters, classes: int | None) -> bool:
+def needed(config: ClustersSection, classes: int | None) -> bool:
     """Return whether the partition uses features. If the number of classes is unknown (None), return True."""
     if config.count == 1 or config.method == "random":
         return False
     return config.method == "features" or classes is None or classes > config.count
 
 
-def network_inputs(job: Job) -> dict[str, object]:
+def network_inputs(job: PrepareJob) -> dict[str, object]:
     """Return the images and the network that features are made from."""
     settings = job.config.features
     weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else model_folder(settings.model)
@@ -35,7 +35,7 @@ def network_inputs(job: Job) -> dict[str, object]:
     return {"ingest": ingest.identity(job), **chosen, "weights": fingerprint(weights)}
 
 
-class Features(EncoderStage):
+class FeaturesStage(EncoderStage):
     """One unit vector per image."""
 
     name, kind, folder = "features", FEATURES, NAME
@@ -52,11 +52,11 @@ class Features(EncoderStage):
     def made_from(self) -> Inputs:
         return network_inputs(self.job)
 
-    def open_encoder(self) -> Encoder:
+    def open_encoder(self) -> PassEncoder:
         config = self.job.config.features
         extractor = open_extractor(config.model, config.resolution)
-        return Encoder(
-            encode=lambda pixels, _: {"features": extractor.unit(pixels).half()},
+        return PassEncoder(
+            encode=lambda pixels, _: {"features": extractor(pixels).half()},
             batch_size=config.batch_size,
             input_size=lambda _: Size.square(extractor.side),
             by_size=False,

@@ -20,45 +20,41 @@ import pyarrow.parquet as pq
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, to_json
-from atoll.core.config_sections import Data
+from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
-from atoll.data.index import BEFORE, CHUNKS, IMAGES, LISTING, PARTS, REJECTED, SCHEMA, Before
-from atoll.data.sources.base import BadImage, Options, Source, SourceImage, digest
+from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
 from atoll.data.sources.open import open_source
-from atoll.data.stages.base import KEYS, Job, Stage
+from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, digest
+from atoll.data.stages.stage import KEYS, PrepareJob, Stage
 
 NAME = layout.INGEST
+_READING = {"kind", "image", "caption", "label", "id", "split", "val_fraction"}
+"""Settings that say how the source is read."""
 _FOLDER = PARTS.partition("/")[0]
 _REJECTED = pa.schema([("id", pa.string()), ("reason", pa.string())])
 _PART = pa.schema([*SCHEMA, ("reason", pa.string()), ("digest", pa.string())])
 
 
-def open_configured(data: Data) -> Source:
+def open_configured(data: DataSection) -> Source:
     """Open the source that a run's configuration names."""
-    columns = data.model_dump(include={"kind", "image", "caption", "label", "id", "split", "val_fraction"})
-    options = Options(**columns, caption_lines=data.caption_lines)
+    options = SourceOptions(**data.model_dump(include=_READING), caption_lines=data.caption_lines)
     return open_source(data.source, options)
 
 
-def made_from(job: Job) -> Inputs:
+def made_from(job: PrepareJob) -> Inputs:
     """Return the source and the settings that the index is made from."""
-    reading = {"kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk", "buckets"}
     data = job.config.data
-    settings = data.model_dump(include=reading)
+    settings = data.model_dump(include={*_READING, "resolution", "chunk", "buckets"})
     # Without buckets, the options of buckets have no effect.
-    buckets = {**data.model_dump(include={"max_upscale"}), "multiple": job.multiple}
-    return {
-        "source": job.source.kind,
-        **settings,
-        **(buckets if data.buckets != "off" else {}),
-        "fingerprint": job.source.fingerprint,
-    }
+    if data.buckets != "off":
+        settings |= {"max_upscale": data.max_upscale, "multiple": job.multiple}
+    return {"source": job.source.kind, **settings, "fingerprint": job.source.fingerprint}
 
 
-def identity(job: Job) -> str:
+def identity(job: PrepareJob) -> str:
     """Return a hash of the inputs of the index. It is an input of everything else that the pass makes."""
     return hashlib.sha256(to_json(made_from(job))).hexdigest()
 
@@ -74,37 +70,45 @@ def image_digest(image: SourceImage, data: bytes | None = None) -> str:
     return digest(image.id, metadata, data)
 
 
-def chunk_key(job: Job, digests: Sequence[str]) -> str:
+def chunk_key(job: PrepareJob, digests: Sequence[str]) -> str:
     """Return the key of a chunk, from the digests of its images."""
     settings = {name: value for name, value in made_from(job).items() if name != "fingerprint"}
     return digest(*digests, to_json([settings, job.list_source().sizes]))
 
 
 def row_of(
-    image: SourceImage, *, size: Size | None, original: tuple[int, int], reason: str | None, digest: str
+    image: SourceImage,
+    *,
+    size: Size | None = None,
+    original: tuple[int, int] = (0, 0),
+    reason: str | None = None,
+    digest: str,
 ) -> dict[str, Any]:
-    """Return the row of an image in its part: with its size, or with the reason if it cannot be used."""
+    """Return the row of an image in its part: with its size, or with the reason if it cannot be used.
+
+    `original` is its width and height in the file, upright.
+    """
     attributes = json.dumps(dict(image.attributes), sort_keys=True, ensure_ascii=False)
     row = {"id": image.id, "captions": image.captions, "weights": image.weights, "label": image.label}
     shape = {"width": size.width, "height": size.height, "cropped": cropped_share(size, *original)} if size else {}
     return {**row, "split": image.split, "attributes": attributes, **shape, "reason": reason, "digest": digest}
 
 
-def write_part(job: Job, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
+def write_part(job: PrepareJob, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
     """Write the table of a chunk, and note its key. Its other files must be complete."""
     with Artifact(job.run, NAME).writing(PARTS.format(key)) as path:
         pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
     note_key(job, chunk, key)
 
 
-def note_key(job: Job, chunk: int, key: str) -> None:
+def note_key(job: PrepareJob, chunk: int, key: str) -> None:
     """Note the key of a chunk of the source, all files of which are complete."""
     folder = job.run / NAME / KEYS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{chunk:06d}.{key}").touch()
 
 
-def sizes_by_id(job: Job, chunk: int, key: str | None) -> dict[str, Size] | None:
+def sizes_by_id(job: PrepareJob, chunk: int, key: str | None) -> dict[str, Size] | None:
     """Return the sizes of the readable images of a chunk by id; None if the chunk is not checked yet."""
     if job.index:
         return dict(zip(job.index.read(chunk, ["id"])["id"], job.index.sizes(chunk), strict=True))
@@ -115,7 +119,7 @@ def sizes_by_id(job: Job, chunk: int, key: str | None) -> dict[str, Size] | None
     return {id: Size(h, w) for id, h, w in zip(fine["id"], fine["height"], fine["width"], strict=True)}
 
 
-class Ingest(Stage):
+class IngestStage(Stage):
     """The index of the readable images, joined from the parts that the pass writes."""
 
     name, kind, folder = "ingest", INGEST, NAME
@@ -140,7 +144,7 @@ class Ingest(Stage):
     def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
         made = super()._is_made(artifact, inputs)
         if made:
-            self.job.open_index()
+            self.job.open_index()  # for the stages after this one, which read it from the job
         return made
 
     def restart(self, artifact: Artifact, inputs: Inputs) -> None:
@@ -158,9 +162,8 @@ class Ingest(Stage):
         chunks = self.chunks()
         assert chunks is not None
         check_rejects(chunks, self.job.config.data)
-        content = _join(chunks)
+        content = _join(artifact, chunks)
         chunks.remove_others()
-        assert (artifact.folder / LISTING).is_file()
         return content
 
     def summary(self, content: IngestContent) -> str:
@@ -178,7 +181,7 @@ def _read_part(chunks: Chunks, number: int, columns: list[str] | None = None) ->
         return file.read(columns, use_threads=False)
 
 
-def check_rejects(chunks: Chunks, data: Data) -> None:
+def check_rejects(chunks: Chunks, data: DataSection) -> None:
     """Raise `AtollError` if too many images are rejected."""
     # Chunks with a rejected image lose their keys, so that the next attempt reads them again, with the images fixed.
     artifact, bad = chunks.artifact, {}
@@ -203,9 +206,8 @@ def check_rejects(chunks: Chunks, data: Data) -> None:
     )
 
 
-def _join(chunks: Chunks) -> IngestContent:
+def _join(artifact: Artifact, chunks: Chunks) -> IngestContent:
     """Join the parts into the index and the table of rejects, and return the content to commit."""
-    artifact = chunks.artifact
     splits: Counter[str] = Counter()
     labels: Counter[str] = Counter()
     sizes: Counter[Size] = Counter()

@@ -19,16 +19,14 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import LATENTS, ChannelStatistics, LatentsContent
 from atoll.core.sizes import Size
-from atoll.data.chunks import Chunks, select_rows
+from atoll.data.chunks import MIRRORED, Chunks, select_rows
 from atoll.data.sources.open import find_kind
 from atoll.data.stages import ingest
-from atoll.data.stages.base import Encoder, EncoderStage
+from atoll.data.stages.stage import EncoderStage, PassEncoder
 from atoll.encoders.autoencoder import Statistics, latent_shapes, open_codec, precision_of, scale_of, weights_of
 from atoll.encoders.pretrained import Pixels
 
 NAME = layout.LATENTS
-MIRRORED = "_mirrored"
-"""Suffix of the names of tensors of the mirror images."""
 _SUMS, _COUNT = "sums", "count"
 """Names of the sums over a chunk's latents, which the statistics are made of."""
 
@@ -47,7 +45,7 @@ def _stores_mirrored(config: Config) -> bool:
     return config.data.flip and config.latents.autoencoder != "pixels"
 
 
-class Latents(EncoderStage):
+class LatentsStage(EncoderStage):
     """Mean and std of the posterior of every image, and their statistics over the training split."""
 
     name, kind, folder = "latents", LATENTS, NAME
@@ -68,29 +66,45 @@ class Latents(EncoderStage):
         settings |= {"flip": _stores_mirrored(self.job.config), "weights": weights_of(config.autoencoder)}
         return {"ingest": ingest.identity(self.job), **settings}
 
-    def open_encoder(self) -> Encoder:
+    def open_encoder(self) -> PassEncoder:
         config, mirrors = self.job.config.latents, _stores_mirrored(self.job.config)
         codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
 
         def encode(pixels: Pixels, _: Size) -> dict[str, Tensor]:
-            parts = codec.encode_tensor(pixels)
+            parts = codec.encode(pixels)
             if mirrors:
-                mirrored = codec.encode_tensor(np.ascontiguousarray(pixels[:, :, ::-1]))
+                mirrored = codec.encode(np.ascontiguousarray(pixels[:, :, ::-1]))
                 parts |= {f"{name}{MIRRORED}": part for name, part in mirrored.items()}
             return {name: part.to(dtype) for name, part in parts.items()}
 
-        return Encoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
+        return PassEncoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
 
     def make(self, artifact: Artifact) -> LatentsContent:
         index, config = self.job.open_index(), self.job.config.latents
         chunks = index.chunks(artifact)
         chunks.remove_others()
+
+        # Mean and std of each channel over the training split, mirror images included, from the sums of chunks
+        count, sums = 0, np.zeros((2, 1))
+        for chunk in filter(chunks.length, range(chunks.count)):
+            with safe_open(artifact.path(chunks.file(chunk)), "pt") as stored:
+                for suffix in ("", MIRRORED) if f"{_SUMS}{MIRRORED}" in stored.keys() else ("",):  # noqa: SIM118 - not a dict
+                    sums = sums + stored.get_tensor(f"{_SUMS}{suffix}").numpy()
+                    count += int(stored.get_tensor(f"{_COUNT}{suffix}"))
+        mean = sums[0] / count
+        std = np.sqrt(np.maximum(sums[1] / count - mean**2, 0))
+        if not np.isfinite(std).all() or (std == 0).any():
+            raise AtollError(
+                f"{artifact.folder}: a latent channel is constant or not finite (std {std.tolist()}); "
+                "check the images, or use another latents.autoencoder"
+            )
+
         shapes = {size: latent_shapes(config.autoencoder, size)["mean"] for size in index.train_sizes()}
         return LatentsContent(
             rows=index.rows,
             shape=next(iter(shapes.values())),
             shapes={str(size): shape for size, shape in shapes.items()} if len(shapes) > 1 else None,
-            statistics=_measure(chunks),
+            statistics=ChannelStatistics(mean=tuple(mean.tolist()), std=tuple(std.tolist())),
             precision=precision_of(config.autoencoder),
             ingest=index.manifest.digest,
         )
@@ -117,26 +131,6 @@ def read_latents(chunks: Chunks, chunk: int, *, sizes: Sequence[Size], rows: Seq
     stored = load_file(chunks.artifact.path(chunks.file(chunk)))
     own = {name: tensor for name, tensor in stored.items() if not name.startswith((_SUMS, _COUNT))}
     return select_rows(own, sizes, rows)
-
-
-def _measure(chunks: Chunks) -> ChannelStatistics:
-    """Return the statistics of the latents over the training split, mirror images included, from the sums of chunks."""
-    count, sums = 0, np.zeros((2, 1))
-    for chunk in range(chunks.count):
-        if not chunks.length(chunk):
-            continue
-        with safe_open(chunks.artifact.path(chunks.file(chunk)), "pt") as stored:
-            for suffix in ("", MIRRORED) if f"{_SUMS}{MIRRORED}" in stored.keys() else ("",):  # noqa: SIM118 - not a dict
-                sums = sums + stored.get_tensor(f"{_SUMS}{suffix}").numpy()
-                count += int(stored.get_tensor(f"{_COUNT}{suffix}"))
-    channel_mean = sums[0] / count
-    std = np.sqrt(np.maximum(sums[1] / count - channel_mean**2, 0))
-    if not np.isfinite(std).all() or (std == 0).any():
-        raise AtollError(
-            f"{chunks.artifact.folder}: a latent channel is constant or not finite (std {std.tolist()}); "
-            "check the images, or use another latents.autoencoder"
-        )
-    return ChannelStatistics(mean=tuple(channel_mean.tolist()), std=tuple(std.tolist()))
 
 
 def note(config: Config) -> str | None:

@@ -30,17 +30,18 @@ from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs
+from atoll.core.config import Config
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import PATCHES, PatchesContent
 from atoll.core.sizes import Size, nearest_size
 from atoll.data.chunks import prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
-from atoll.data.sources.base import Source, SourceImage
+from atoll.data.sources.source import SourceImage
 from atoll.data.stages import features
-from atoll.data.stages.base import Encoder, EncoderStage, Job
+from atoll.data.stages.stage import EncoderStage, PassEncoder
 from atoll.encoders import autoencoder
 from atoll.encoders.pretrained import Pixels
-from atoll.encoders.vision import Extractor, open_extractor
+from atoll.encoders.vision import open_extractor
 
 NAME = layout.PATCHES
 FIT_IMAGES = 1024
@@ -92,10 +93,6 @@ class Projection:
         """Return features (…, C) as 8-bit integers (…, D)."""
         return ((patches - self.mean) @ self.directions / self.step).round().clamp(-127, 127).to(torch.int8)
 
-    def to(self, device: torch.device) -> "Projection":
-        """Return the projection on a device."""
-        return Projection(*(part.to(device) for part in (self.mean, self.directions, self.step)))
-
 
 def grid_side(side: int, stored: int, dimensions: int) -> int:
     """Return the side of the grid for latents of a side, of which an image has `stored` bytes."""
@@ -103,9 +100,8 @@ def grid_side(side: int, stored: int, dimensions: int) -> int:
     return next((grid for grid in sides if grid**2 * dimensions <= SHARE * stored), 1)
 
 
-def _square(job: Job) -> tuple[int, int]:
+def _square(config: Config) -> tuple[int, int]:
     """Return the sides of the latents and of the grid of a square image."""
-    config = job.config
     shapes = autoencoder.latent_shapes(config.latents.autoencoder, Size.square(config.data.resolution))
     # Mirrored latents do not count, so that the grid does not depend on data.flip.
     stored = sum(map(math.prod, shapes.values())) * getattr(torch, config.latents.dtype).itemsize
@@ -113,41 +109,27 @@ def _square(job: Job) -> tuple[int, int]:
     return side, grid_side(side, stored, config.features.patch_dimensions)
 
 
-def _grid(job: Job, size: Size) -> tuple[int, int]:
-    """Return rows and columns of the patches of an image; patches of all sizes are equally large."""
-    side, square = _square(job)
-    _, height, width = autoencoder.latent_shapes(job.config.latents.autoencoder, size)["mean"]
-    return max(1, round(height * square / side)), max(1, round(width * square / side))
-
-
-@dataclass(frozen=True)
 class _Patches:
     """The features network, from images of a bucket to patch features (N, rows, columns, C) on the device."""
 
-    job: Job
-    extractor: Extractor
-    multiple: int
-
-    @classmethod
-    def open(cls, job: Job, sizes: Sequence[Size]) -> "_Patches":
+    def __init__(self, config: Config, sizes: Sequence[Size]) -> None:
         """Open the network, and check that it takes the shapes of all sizes."""
-        config = job.config.features
-        extractor = open_extractor(config.model, config.resolution)
-        found = cls(job, extractor, extractor.multiple)
+        self.config = config
+        self.extractor = open_extractor(config.features.model, config.features.resolution)
+        self.multiple = self.extractor.multiple
         for size in sizes:
-            shape = found.input_size(size)
+            shape = self.input_size(size)
             # Every network takes its own square. Others are tried here, before hours of work.
             if shape.height == shape.width:
                 continue
             try:
-                found(np.zeros((1, shape.height, shape.width, 3), dtype=np.uint8), size)
+                self(np.zeros((1, shape.height, shape.width, 3), dtype=np.uint8), size)
             except (ValueError, RuntimeError) as error:
                 raise AtollError(
-                    f"features.model {config.model} does not take images of {shape} pixels, which patch features of "
-                    f"the size {size} need ({first_line(error)}); use efficientnet-lite0 or DINOv2, or set "
+                    f"features.model {config.features.model} does not take images of {shape} pixels, which patch "
+                    f"features of the size {size} need ({first_line(error)}); use efficientnet-lite0 or DINOv2, or set "
                     "features.patch_dimensions: 0 or data.buckets: off"
                 ) from error
-        return found
 
     def input_size(self, size: Size) -> Size:
         """Return the size with about as many pixels as the network's square, and about the ratio of a bucket."""
@@ -159,11 +141,15 @@ class _Patches:
         return Size(*sides)
 
     def __call__(self, pixels: Pixels, size: Size) -> Tensor:
-        extract = self.extractor.symmetric_patches if self.job.config.data.flip else self.extractor.patches
-        return extract(pixels, _grid(self.job, size))
+        # Rows and columns of the grid: patches of all sizes are equally large.
+        side, square = _square(self.config)
+        _, height, width = autoencoder.latent_shapes(self.config.latents.autoencoder, size)["mean"]
+        grid = max(1, round(height * square / side)), max(1, round(width * square / side))
+        extract = self.extractor.symmetric_patches if self.config.data.flip else self.extractor.patches
+        return extract(pixels, grid)
 
 
-class Patches(EncoderStage):
+class PatchesStage(EncoderStage):
     """A small grid of vectors per image."""
 
     name, kind, folder = "patches", PATCHES, NAME
@@ -176,15 +162,15 @@ class Patches(EncoderStage):
         return None if self.job.config.features.patch_dimensions else "features.patch_dimensions is 0"
 
     def made_from(self) -> Inputs:
-        dimensions = self.job.config.features.patch_dimensions
-        flip = {"flip": True} if self.job.config.data.flip else {}
-        return {**features.network_inputs(self.job), "dimensions": dimensions, "grid": _square(self.job)[1], **flip}
+        config = self.job.config
+        made = {"dimensions": config.features.patch_dimensions, "grid": _square(config)[1]}
+        return {**features.network_inputs(self.job), **made, **({"flip": True} if config.data.flip else {})}
 
-    def open_encoder(self) -> Encoder:
+    def open_encoder(self) -> PassEncoder:
         sizes = self.job.list_source().buckets
-        network = _Patches.open(self.job, sizes)
-        projection = self._projection(network, sizes).to(network.extractor.device)
-        return Encoder(
+        network = _Patches(self.job.config, sizes)
+        projection = self._projection(network, sizes)
+        return PassEncoder(
             encode=lambda pixels, size: {"patches": projection.encode(network(pixels, size))},
             batch_size=self.job.config.features.batch_size,
             input_size=network.input_size,
@@ -199,12 +185,23 @@ class Patches(EncoderStage):
         artifact, config = self.artifact, self.job.config
         # It stays the same if the source changes, because unchanged chunks were made with it.
         if not artifact.path(PROJECTION).is_file():
-            sample = _sample(self.job.source, self.job.list_source().train)
-            decoded = prefetch(sample, lambda image: _decode(image, sizes, network), config.data.workers)
+            train = (image for image in self.job.source.images() if image.split == "train")
+            # Evenly spread, because sources are often sorted: the first thousand images may show one class.
+            sample = islice(train, 0, None, -(-self.job.list_source().train // FIT_IMAGES))
             waiting: dict[Size, list[Pixels]] = defaultdict(list)
 
+            def decode(image: SourceImage) -> tuple[Size, Pixels] | None:
+                """Return the bucket of an image, and the pixels that the network takes; None if it is unreadable."""
+                try:
+                    data = image.read()
+                    size = nearest_size(sizes, *image_size(data))
+                    shape = network.input_size(size)
+                    return size, np.asarray(fit(open_image(data, [shape]), shape, size))
+                except BadImage:
+                    return None
+
             def parts() -> Iterator[Tensor]:
-                for size, pixels in filter(None, decoded):
+                for size, pixels in filter(None, prefetch(sample, decode, config.data.workers)):
                     waiting[size].append(pixels)
                     if len(waiting[size]) == config.features.batch_size:
                         yield network(np.stack(waiting.pop(size)), size).flatten(0, 2).cpu()
@@ -214,7 +211,8 @@ class Patches(EncoderStage):
             fitted = Projection.fit(parts(), config.features.patch_dimensions)
             # Several workers may fit it at the same time, on different machines. The first file counts for all of them.
             artifact.create(PROJECTION, save(vars(fitted)))
-        return Projection(**load_file(artifact.path(PROJECTION)))
+        tensors = load_file(artifact.path(PROJECTION))
+        return Projection(**{name: part.to(network.extractor.device) for name, part in tensors.items()})
 
     def make(self, artifact: Artifact) -> PatchesContent:
         index = self.job.open_index()
@@ -223,25 +221,7 @@ class Patches(EncoderStage):
             rows=index.rows,
             model=self.job.config.features.model,
             weights=str(features.network_inputs(self.job)["weights"]),
-            grid=_square(self.job)[1],
+            grid=_square(self.job.config)[1],
             steps=tuple(load_file(artifact.path(PROJECTION))["step"].tolist()),
             ingest=index.manifest.digest,
         )
-
-
-def _decode(image: SourceImage, sizes: tuple[Size, ...], network: _Patches) -> tuple[Size, Pixels] | None:
-    """Return the bucket of an image, and the pixels that the network takes; None if it is unreadable."""
-    try:
-        data = image.read()
-        size = nearest_size(sizes, *image_size(data))
-        shape = network.input_size(size)
-        return size, np.asarray(fit(open_image(data, [shape]), shape, size))
-    except BadImage:
-        return None
-
-
-def _sample(source: Source, train: int) -> Iterator[SourceImage]:
-    """Yield at most `FIT_IMAGES` training images, evenly spread."""
-    # Evenly, because sources are often sorted: the first thousand images may show one class.
-    every = -(-train // FIT_IMAGES)
-    return islice((image for image in source.images() if image.split == "train"), 0, None, every)

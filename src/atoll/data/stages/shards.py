@@ -5,7 +5,8 @@
                                       and an autoencoder also mean_mirrored and std_mirrored, and with
                                       features.patch_dimensions patches
         train-000000.parquet          id, caption, label, attributes of the same rows
-        held-out-000000.safetensors   images that are held out from training
+        validation-000000.safetensors   images that are held out from training
+        cluster.safetensors           density of the training images, for `nearest` routing (data/density.py)
         manifest.json                 latent statistics and normalization, encoders, classes, hashes
 
 A file has images of one size; files are ordered by size, the most frequent size of the run first. If some image of the
@@ -47,21 +48,23 @@ from atoll.core.manifests import (
 )
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
-from atoll.data.chunks import Worker, read_rows, select_rows
+from atoll.data.chunks import MIRRORED, WorkerShare, read_rows, select_rows
+from atoll.data.density import write_density
 from atoll.data.index import IMAGES, Index
 from atoll.data.stages import clusters, latents, patches, text
-from atoll.data.stages.base import Job, Stage
+from atoll.data.stages.stage import PrepareJob, Stage
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.hub import public_name
+from atoll.nets.arguments import ARGUMENT, SHAPE, SHARED
 
-SPLITS = ("train", "held-out")
-Rows = np.ndarray[Any, np.dtype[np.int32]]
-Members = dict[int, Rows]
+SPLITS = ("train", "validation")
+RowNumbers = np.ndarray[Any, np.dtype[np.int32]]
+Members = dict[int, RowNumbers]
 """The images of a shard: rows by chunk, both ascending."""
 _COLUMNS = ["id", "captions", "weights", "label", "attributes"]
 
 
-class Shards(Stage):
+class ShardsStage(Stage):
     """One artifact per cluster. Workers divide the clusters."""
 
     name, kind, folder = "shards", SHARDS, layout.shards(0)
@@ -74,7 +77,7 @@ class Shards(Stage):
     def made_from(self) -> Inputs:
         """Return the common inputs of the shards of all clusters."""
         run, config = self.job.run, self.job.config
-        _, _, text, patches = self.inputs
+        _, _, text, patches = self.earlier
         return {
             "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
             "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
@@ -91,12 +94,12 @@ class Shards(Stage):
             (Artifact(self.job.run, layout.shards(cluster)), {**common, "cluster": cluster}) for cluster in clusters
         ]
 
-    def _share(self, worker: Worker) -> Sequence[tuple[Artifact, Inputs]]:
+    def _share(self, worker: WorkerShare) -> Sequence[tuple[Artifact, Inputs]]:
         return self.outputs()[worker.index :: worker.count]
 
     def make(self, artifact: Artifact) -> ShardsContent:
         cluster = [made for made, _ in self.outputs()].index(artifact)
-        _, _, text, patches = self.inputs
+        _, _, text, patches = self.earlier
         run, index = self.job.run, self.job.open_index()
         captions = None if text.unneeded() else _text_spec(run, index)
         parts = None if patches.unneeded() else _patch_spec(run)
@@ -124,7 +127,7 @@ class _Writer:
     patches: PatchSpec | None
 
     @classmethod
-    def of(cls, job: Job, text: TextSpec | None, patches: PatchSpec | None) -> "_Writer":
+    def of(cls, job: PrepareJob, text: TextSpec | None, patches: PatchSpec | None) -> "_Writer":
         """Return the writer of a run whose other stages are done."""
         run, index = job.run, job.open_index()
         encoded = Artifact(run, layout.LATENTS)
@@ -161,15 +164,21 @@ class _Writer:
                     rows[split] += count
         if not rows["train"]:
             raise AtollError(f"cluster {cluster} has no training image; lower clusters.count")
-        return self._content(cluster, rows)
+        if self.text is not None and self.text.base is not None:
+            for size, (_, height, width) in self.shapes.items():
+                shared = Artifact(self.run, text.NAME).path(SHARED.format(size)).read_bytes()
+                artifact.write(SHARED.format(Size(height, width)), shared)
+        content = self._content(cluster, rows)
+        write_density(artifact, content)
+        return content
 
-    def _members(self, cluster: int) -> dict[tuple[str, Size], list[tuple[int, Rows]]]:
+    def _members(self, cluster: int) -> dict[tuple[str, Size], list[tuple[int, RowNumbers]]]:
         """Return the images of a cluster by split and size: chunks, and rows in the chunk, in the order of the index.
 
         They take four bytes for each image of the cluster.
         """
         artifact = Artifact(self.run, clusters.NAME)
-        found: dict[tuple[str, Size], list[tuple[int, Rows]]] = defaultdict(list)
+        found: dict[tuple[str, Size], list[tuple[int, RowNumbers]]] = defaultdict(list)
         for chunk in range(self.index.chunks(artifact).count):
             here = clusters.read_assignments(artifact, chunk, ["coarse"])["coarse"] == cluster
             columns = self.index.arrays(chunk)
@@ -194,7 +203,7 @@ class _Writer:
             sizes, stored = self.index.sizes(chunk), self.index.chunks(Artifact(self.run, latents.NAME))
             encoded = latents.read_latents(stored, chunk, sizes=sizes, rows=rows)
             # Only training draws mirror images.
-            part |= {key: encoded[key] for key in encoded if split == "train" or latents.MIRRORED not in key}
+            part |= {key: encoded[key] for key in encoded if split == "train" or MIRRORED not in key}
             if self.patches is not None and split == "train":
                 part |= select_rows(self._chunk(patches.NAME, chunk), sizes, rows)
             if self.text is not None:
@@ -253,7 +262,7 @@ def _text_spec(run: Path, index: Index) -> TextSpec:
     )
 
 
-def _cut(members: list[tuple[int, Rows]], count: int) -> Iterator[Members]:
+def _cut(members: list[tuple[int, RowNumbers]], count: int) -> Iterator[Members]:
     """Cut (chunk, rows in the chunk) into shards of `count` images, the last one shorter."""
     shard: Members = {}
     room = count
@@ -275,6 +284,14 @@ def _text_rows(tensors: dict[str, Tensor], counts: list[int], rows: list[int]) -
     """
     firsts = np.cumsum(counts) - counts
     captions = torch.tensor([firsts[row] + own for row in rows for own in range(counts[row])])
+    if "tokens" not in tensors:
+        found = {"pooled": tensors["pooled"][captions]}
+        for path in (name.removeprefix(SHAPE) for name in tensors if name.startswith(SHAPE)):
+            shapes = tensors[SHAPE + path]
+            values = torch.split(tensors[ARGUMENT + path], shapes.prod(1).tolist())
+            found[ARGUMENT + path] = torch.cat([values[own] for own in captions])
+            found[SHAPE + path] = shapes[captions]
+        return found
     starts = tensors["lengths"].cumsum(0) - tensors["lengths"]
     tokens = [tensors["tokens"][starts[own] : starts[own] + tensors["lengths"][own]] for own in captions]
     return {"tokens": torch.cat(tokens), "lengths": tensors["lengths"][captions], "pooled": tensors["pooled"][captions]}

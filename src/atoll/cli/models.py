@@ -1,0 +1,100 @@
+"""Verbs of models in and out: convert, export."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from atoll.cli.verb import RunFolder
+
+
+@dataclass
+class Convert:
+    """Convert checkpoints from or to DiT, SiT, PixArt or Paris."""
+
+    source: Annotated[Positional[Path], arg(metavar="SRC")]
+    """A .pt, .pth or .safetensors file, or a folder that contains one."""
+    destination: Annotated[Positional[Path], arg(metavar="DST")]
+    """Folder to write: config.json, the weights, and conversion.json with a record of all changes."""
+    to: str = "atoll"
+    """Target layout: atoll, flow-matching (as in HDDM), dit, sit, pixart, diffusers-dit, diffusers-pixart, paris or
+    paris-router."""
+    fold: Annotated[bool, arg(help_behavior_hint="(default: fold into AdaLN-Single by least squares)")] = True
+    """flow-matching: keep the AdaLN-Zero layers."""
+    text_width: int = 768
+    """flow-matching: width of the text tokens that the expert is conditioned on; 0 for none."""
+    keep_labels: bool = False
+    """flow-matching: keep the class embedding."""
+    final: Literal["new", "keep"] = "new"
+    """flow-matching: a new final layer, or the source's without its variance channels."""
+    time: Literal["steps", "snr", "same"] = "steps"
+    """flow-matching: map time t to a timestep by 999 t, by equal signal-to-noise ratio, or unchanged."""
+    heads: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: from config.json or the width)")] = None
+    """Number of attention heads."""
+    layout: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: detect)")] = None
+    """Layout of SRC, dit or sit, if neither config.json nor the file name contains it; both have the same tensors."""
+    num_classes: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: detect, or 1000)")] = None
+    """Number of classes of a DiT or SiT, without the null class."""
+    seed: int = 0
+    """flow-matching: seed of the new weights."""
+    force: bool = False
+    """Write into a folder that is not empty."""
+    json: bool = False
+    """Print conversion.json instead of a table."""
+
+    def run(self) -> None:
+        """Convert, and print a summary."""
+        from rich.console import Console
+
+        from atoll.apps.models.convert import CONVERSION_FILE, as_table, convert
+        from atoll.apps.models.fold import FlowMatchingOptions
+
+        options = FlowMatchingOptions(self.fold, self.text_width, self.keep_labels, self.final, self.time, self.seed)
+        conversion = convert(
+            self.source,
+            self.destination,
+            self.to,
+            options=options,
+            heads=self.heads,
+            force=self.force,
+            layout=self.layout,
+            num_classes=self.num_classes,
+        )
+        if self.json:
+            print((self.destination / CONVERSION_FILE).read_text(encoding="utf-8"), end="")
+        else:
+            Console().print(as_table(conversion, self.source, self.destination))
+
+
+@dataclass
+class Export:
+    """Write a model of a run as a diffusers folder with a model card."""
+
+    folder: RunFolder
+    """Folder of the run."""
+    destination: Annotated[Positional[Path], arg(metavar="DST")]
+    """Folder to write."""
+    model: str = "experts"
+    """Model to export: experts (with the router), expert:K, monolith, student or merged."""
+    license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
+    """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        """Export, and print how to load the folder."""
+        from atoll.apps.models.export import export
+        from atoll.experts.pipeline_folder import INDEX_FILE
+
+        made = export(self.folder, self.destination, self.model, license=self.license)
+        if self.json:
+            print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
+            return
+        size = sum(entry.size for entry in made.files.values())
+        print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB; its card is README.md. To use it:")
+        if not (self.destination / INDEX_FILE).is_file():
+            print(f'  pipe.load_lora_weights("{self.destination}/expert_0"), or atoll.attach(pipe, "{self.folder}")')
+            return
+        print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')

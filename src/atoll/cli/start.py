@@ -1,0 +1,169 @@
+"""Verbs that start a run: demo, init, config, prepare."""
+
+import json
+import os
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from tyro.conf import arg
+
+from atoll.cli.verb import Overrides, RunFolder
+from atoll.core import config as configuration
+from atoll.core import layout
+from atoll.core.errors import AtollError
+from atoll.core.names import StageName
+from atoll.core.presets import NOTES, PRESETS
+
+
+@dataclass
+class Demo:
+    """Train and evaluate five experts on emoji; write a report."""
+
+    minutes: float = 15.0
+    """Approximate duration in minutes on two CPU cores; more minutes train longer."""
+    run_folder: Annotated[Path, arg(name="run", metavar="DIR")] = Path("runs/demo")
+    """Folder of the run."""
+
+    def run(self) -> None:
+        """Run the remaining steps of the demo."""
+        from atoll.apps.launch.demo import demo
+
+        demo(self.run_folder, self.minutes)
+
+
+@dataclass
+class Init:
+    """Write RUN/atoll.yaml from a preset, or for a base model."""
+
+    folder: RunFolder
+    """Folder of the new run."""
+    preset: Annotated[
+        Literal[tuple(PRESETS)] | None,  # type: ignore[valid-type]
+        arg(metavar=f"{{{','.join(PRESETS)}}}", help_behavior_hint="(default: emoji, or base with --base)"),
+    ] = None
+    """Preset to copy the settings from."""
+    base: Annotated[str | None, arg(metavar="FOLDER|NAME", help_behavior_hint="(default: none)")] = None
+    """Diffusers pipeline whose network all experts adapt: a folder, or a name on the hub. It is checked first."""
+    force: bool = False
+    """Overwrite an existing atoll.yaml."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Write the file with all keys and a comment on each."""
+        if self.base is not None and self.preset is not None:
+            raise AtollError("--base has a preset of its own; omit --preset or --base")
+        file = self.folder / layout.CONFIG_FILE
+        if file.exists() and not self.force:
+            raise AtollError(f"{file} exists; edit it, or overwrite it with --force")
+        # Resolve first: nothing is written if an override is invalid, or if the base does not pass its check.
+        preset = self.preset or ("emoji" if self.base is None else "base")
+        config = configuration.resolve(PRESETS[preset], self.overrides, source="command line")
+        if self.base is not None:
+            config = self.check_base(self.base)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(configuration.to_yaml(config, NOTES.get(preset)), encoding="utf-8")
+        print(f"wrote {file} from preset {preset!r}; check it with: atoll config {self.folder}")
+
+    def check_base(self, base: str) -> configuration.Config:
+        """Check a base model, print what was found, and return the settings of a run on it."""
+        chosen = {"networks.default.base": base, **self.overrides}
+        config = configuration.resolve(PRESETS["base"], chosen, source="command line")
+        network = config.networks["default"]
+        if not isinstance(network, dict) or network.get("base") != base:
+            raise AtollError("--base and --networks.default name different networks; omit one of them")
+        if network.get("lora", {}) is not None and find_spec("peft") is None:
+            raise AtollError("adapters of a base model need the package peft; pip install 'atoll[base]'")
+        from atoll.encoders.base_pipeline import open_base
+
+        pipeline = open_base(config.latents.autoencoder)
+        if "data.resolution" not in chosen and (side := pipeline.default_side()):
+            chosen["data.resolution"] = str(side)
+            config = configuration.resolve(PRESETS["base"], chosen, source="command line")
+        for word, text in pipeline.describe(config.data.resolution):
+            print(f"{word:<9} {text}")
+        return config
+
+
+@dataclass
+class ShowConfig:
+    """Validate RUN/atoll.yaml and print every key with its value."""
+
+    folder: RunFolder
+    """Folder of the run."""
+    json: bool = False
+    """Print JSON instead of YAML."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Print the resolved configuration."""
+        resolved = configuration.load(self.folder, self.overrides).model_dump(mode="json")
+        print(json.dumps(resolved) if self.json else yaml.safe_dump(resolved, sort_keys=False), end="")
+
+
+@dataclass
+class Prepare:
+    """Cluster and encode images into shards, one set per expert."""
+
+    folder: RunFolder
+    """Folder of the run."""
+    stage: Annotated[tuple[StageName, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Stages to run; finished stages are skipped."""
+    worker: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: one for each visible GPU)")] = None
+    """Index of this worker, and number of workers that divide the images. The last one to end does the rest."""
+    dry_run: bool = False
+    """Print the detected source and the stages to run, and exit."""
+    json: bool = False
+    """With --dry-run, print JSON."""
+    overrides: Overrides = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run the stages, or print the plan."""
+        # The configuration is read before torch is imported: mistakes in it are reported at once.
+        config = configuration.load(self.folder, self.overrides)
+        from atoll.data.chunks import WorkerShare
+        from atoll.data.prepare import prepare
+
+        worker = WorkerShare.parse(self.worker or "0/1")
+        if self.dry_run:
+            self.show(config)
+            return
+        if self.worker is None and not self.stage:
+            self.start_workers(config)
+        # After workers, this prints that all stages are done. If there were none, it does all the work.
+        prepare(self.folder, config, self.stage, worker=worker)
+
+    def start_workers(self, config: configuration.Config) -> None:
+        """Divide the work among one process for each GPU, if there are several."""
+        from atoll.apps.launch.launch import submit
+        from atoll.apps.launch.launcher import SUBMISSION_VARIABLE, LaunchSettings
+        from atoll.apps.launch.local import Local, visible_gpus
+        from atoll.apps.launch.steps import LaunchRequest
+
+        # A job of a launcher has the GPUs that the launcher chose.
+        gpus = len(visible_gpus().names)
+        if gpus < 2 or SUBMISSION_VARIABLE in os.environ:
+            return
+        run = self.folder.resolve()
+        one_each = config.island.model_copy(update={"gpus": 1, "nodes": 1, "processes": None})
+        request = LaunchRequest(("prepare",), prepare_workers=gpus, overrides=self.overrides)
+        print(f"{gpus} GPUs: one worker on each; logs are in {run / layout.LAUNCH_LOGS}", flush=True)
+        submit(Local(LaunchSettings(run, one_each, max_parallel=gpus)), config, request)
+
+    def show(self, config: configuration.Config) -> None:
+        """Print the plan."""
+        from atoll.data.prepare import open_job, plan, stages_of
+        from atoll.data.sources.source import describe, survey
+
+        job = open_job(self.folder, config)
+        steps = [step for step in plan(job) if not self.stage or step["stage"] in self.stage]
+        if self.json:
+            print(json.dumps(steps))
+            return
+        describe(survey(job.source))
+        for step in steps:
+            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
+        for note in filter(None, (stage.note() for stage in stages_of(job))):
+            print(f"note: {note}")

@@ -1,0 +1,161 @@
+"""The networks of a pipeline folder, local or on the hub: an export of Atoll or the Paris release."""
+
+import json
+import re
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
+from atoll.core.layout import MANIFEST_FILE
+from atoll.core.manifests import PIPELINE
+from atoll.data.foreign_files import link_outside
+from atoll.encoders.encoders import Encoders
+from atoll.encoders.hub import is_hub_name, local_folder
+from atoll.encoders.pretrained import model_folder
+from atoll.experts.expert import ModelReference
+from atoll.experts.network_folder import NetworkFolder, weights_file
+from atoll.experts.paris import is_paris, open_paris
+from atoll.verify.untrusted import Foreign
+
+PIPELINE_CLASS = "AtollPipeline"
+COMPONENTS = "atoll.apps.models.pipeline"
+EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
+INDEX_FILE = "model_index.json"
+LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
+LIBRARIES["router"] = COMPONENTS
+"""Library of each component's class. A folder cannot name any other module to import."""
+PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
+"""Files that are fetched from the hub: no pickles and no code."""
+_DOCUMENTS = frozenset({".md", ".png", ".jpg", ".webp", ".html"})
+"""Suffixes of files that may be added to an export: no library loads them."""
+_RECORDS = (MANIFEST_FILE, "signature.json", "snapshot.json", "root.json")
+"""Files about the export that its manifest cannot list."""
+
+
+class ModelIndex(Foreign):
+    """The model_index.json of a folder: the class of its pipeline and, in an export of Atoll, of its components."""
+
+    class_name: str | None = Field(None, alias="_class_name")
+    components: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
+    """Library and class by the component's name; both are None for an omitted component."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, values: object) -> object:
+        """Collect the components from the other keys, in exports of Atoll only: other pipelines have other keys."""
+        if not isinstance(values, dict):
+            return {}
+        kind = values.get("_class_name")
+        kind = kind if isinstance(kind, str) else None  # diffusers names a custom pipeline by a list
+        named = [name for name in values if kind == PIPELINE_CLASS and not name.startswith("_")]
+        return {"_class_name": kind, "components": {name: values[name] for name in named}}
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read the index of a folder; it is empty if the folder has none."""
+        file = folder / INDEX_FILE
+        return cls.read(file) if file.is_file() else cls()
+
+    @property
+    def exported(self) -> bool:
+        """Whether Atoll wrote the folder."""
+        return self.class_name == PIPELINE_CLASS
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the index lists a router."""
+        return self.components.get("router", (None, None))[0] is not None
+
+    def expert_names(self, folder: Path) -> list[str]:
+        """Return expert_0, expert_1, … after checking the class of every component."""
+        names = [name for name in self.components if re.fullmatch(r"expert_\d+", name)]
+        expected = [f"expert_{number}" for number in range(len(names))]
+        if not names or set(names) != set(expected):
+            raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
+        classes = dict.fromkeys(expected, EXPERT_CLASS) | ({"router": ROUTER_CLASS} if self.has_router else {})
+        for name, (library, kind) in self.components.items():
+            if name in classes and (library, kind) != (COMPONENTS, classes[name]):
+                raise AtollError(f"{folder / INDEX_FILE}: {name} is a {library}.{kind}, expected a {classes[name]}")
+            if name not in classes and (name not in LIBRARIES or library not in (None, LIBRARIES[name])):
+                found = [library, kind]
+                raise AtollError(
+                    f"{folder / INDEX_FILE} has a component {name} of {found}, which exports of Atoll do not have"
+                )
+        return expected
+
+
+def is_folder(source: str | Path) -> bool:
+    """Return whether this is a pipeline folder, or could be the name of one on the hub."""
+    if folder := local_folder(source):
+        return (folder / INDEX_FILE).is_file() or (folder / "expert_0").is_dir()
+    return is_hub_name(source)
+
+
+def fetch(source: str | Path) -> Path:
+    """Return the folder; download it first if `source` is a name on the hub."""
+    return model_folder(source if isinstance(source, str) else str(source.absolute()), PATTERNS).resolve()
+
+
+def open_folder(source: str | Path, model: str) -> ModelReference:
+    """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them."""
+    folder = fetch(source)
+    index = ModelIndex.of(folder)
+    if index.exported:
+        stored = verify(folder, index)
+        router = stored.pop("router").reference() if index.has_router else None
+        experts = [expert.reference() for expert in stored.values()]
+        declared = experts[0].declaration
+        found = ModelReference(experts, router, Encoders.of_folder(folder, declared.latents, declared.text))
+        return found.choose(model, folder)
+    if is_paris(folder):
+        return open_paris(folder, model)
+    raise unsupported_folder(folder, index)
+
+
+def unsupported_folder(folder: Path, index: ModelIndex) -> AtollError:
+    """Return the error that explains why a folder cannot be opened as an ensemble."""
+    if (folder / "expert_0").is_dir():
+        weights_file(folder / "expert_0")  # raises an error about pickles or missing weights
+        return AtollError(f"{folder / 'expert_0'} holds neither an expert of Atoll nor one of the Paris release")
+    kind = index.class_name or "no known pipeline"
+    return AtollError(
+        f"{folder} holds {kind}, not experts with a router; open it with diffusers, or convert its network with: "
+        f"atoll convert {folder} DST"
+    )
+
+
+def verify(folder: Path, index: ModelIndex) -> dict[str, NetworkFolder]:
+    """Check the hashes of all files, and that the weights fit the declared networks.
+
+    In an export of a shared run, the networks must be those of its signed snapshot.
+    """
+    artifact = Artifact(folder.parent, folder.name)
+    if artifact.manifest() is None:
+        raise AtollError(
+            f"{folder} has no {MANIFEST_FILE}: its export was not finished, or its copy is incomplete; copy it again"
+        )
+    manifest = artifact.open(PIPELINE, verify=True)
+    # The libraries find some files by their names alone, such as an adapter or the index of sharded weights. So there
+    # must be no file that the manifest does not list, and no link to elsewhere.
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if reason := link_outside(folder, path):
+            raise AtollError(f"{path} is {reason}; copy the export again")
+        harmless = path.suffix in _DOCUMENTS or any(part.startswith(".") for part in name.parts)
+        if not (path.is_dir() or harmless or name.as_posix() in (*manifest.files, *_RECORDS)):
+            raise AtollError(f"{path} is not listed in {folder / MANIFEST_FILE}, so nobody vouches for it; remove it")
+    names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
+    return {name: NetworkFolder.open(folder / name) for name in names}
+
+
+def remove_source_paths(folder: Path) -> None:
+    """Remove the local paths that diffusers and transformers write into configurations."""
+    for pattern in (INDEX_FILE, "*/config.json", "*/tokenizer_config.json"):
+        for file in folder.glob(pattern):
+            values = json.loads(file.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}
+            if kept != values:
+                file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

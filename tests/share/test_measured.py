@@ -1,0 +1,421 @@
+"""Networks that behave badly where sampling looks: each is refused with a reason."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save
+from torch import Tensor, nn
+
+from atoll import flow
+from atoll.apps.share.admission import review
+from atoll.apps.share.admit import admit
+from atoll.apps.share.leases import Lease
+from atoll.apps.share.measured import _check_guided, check_expert, check_measured
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.store import Store
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.manifests import EXPERT, SHARDS
+from atoll.core.networks import read_network
+from atoll.data.dataset import Shards
+from atoll.experts.expert import Declaration, DeviceOptions, OpenExpert, open_expert
+from atoll.experts.run import expert_of_run
+from atoll.experts.validation import validate
+from atoll.nets import Condition, PreparedCondition, build
+from atoll.nets.io import weights_digest
+from atoll.verify.trust import Network, Policy
+from atoll.verify.untrusted import Refused
+from share.conftest import Published
+from share.hostile_files import NAME, WEIGHTS, Offer, header, split
+from share.shared import person, remote
+
+JOB = "experts/001"
+
+
+def claim_honestly(offer: Offer, reference: Path) -> None:
+    """Declare the loss that these weights have, with the seed of the manifest."""
+    manifest = Manifest("expert", offer.made_from, offer.content, {})
+    declaration = Declaration.of(EXPERT.parse(manifest, "offer"))
+    network = build(declaration.network)
+    network.load_state_dict(offer.tensors())
+    expert = OpenExpert(declaration, network.eval())
+    validation = Shards.open(reference, [1], "validation")
+    loss = validate(expert.velocity, validation, seed=0, conditioning=expert.conditioning).mean
+    offer.content["validation_loss"] = loss
+
+
+def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Offer], None]:
+    def apply(offer: Offer) -> None:
+        tensors = offer.tensors()
+        offer.files[WEIGHTS] = save({**tensors, name: change(tensors[name]).contiguous()})
+
+    return apply
+
+
+def untrained(offer: Offer) -> None:
+    torch.manual_seed(0)
+    offer.files[WEIGHTS] = save(build(read_network(offer.content["network"])).state_dict())
+
+
+def hardly_changed(offer: Offer) -> None:
+    torch.manual_seed(1)
+    state = build(read_network(offer.content["network"])).state_dict()
+    offer.files[WEIGHTS] = save({name: part + 1e-4 * torch.randn(part.shape) for name, part in state.items()})
+
+
+def other_text_width(offer: Offer) -> None:
+    """The network builds, and all of its tensors fit, but it cannot read the captions of this run."""
+    offer.content["network"]["text_width"] = 7
+    offer.files["config.json"] = json.dumps(offer.content["network"]).encode()
+    offer.files = {name: data for name, data in offer.files.items() if not name.startswith("ema-")}
+    offer.files[WEIGHTS] = save(build(read_network(offer.content["network"])).state_dict())
+
+
+NULL, UNTRAINED = "null condition|guided samples", "an untrained network of its kind has"
+BEHAVIOR: dict[str, tuple[Callable[[Offer], None], str]] = {
+    "null 3e38": (with_tensor("null_text", lambda part: torch.full_like(part, 3e38)), NULL),
+    "null -3e38": (with_tensor("null_text", lambda part: torch.full_like(part, -3e38)), NULL),
+    "null of one huge value": (
+        with_tensor("null_text", lambda part: part.index_fill(0, torch.tensor([0]), 3e38)),
+        NULL,
+    ),
+    "output of other size": (with_tensor("final.linear.weight", lambda part: 30 * part), f"{UNTRAINED}|the limit is"),
+    "untrained": (untrained, UNTRAINED),
+    "hardly changed": (hardly_changed, UNTRAINED),
+}
+
+
+@pytest.mark.parametrize("name", BEHAVIOR)
+def test_hostile_behavior_is_refused(
+    name: str, opened: RemoteRun, offer: Offer, reference: Path, tmp_path: Path
+) -> None:
+    """The contributor declares its true loss, so that only the behavior gives it away."""
+    corrupt, reason = BEHAVIOR[name]
+    corrupt(offer)
+    claim_honestly(offer, reference)
+    with pytest.raises(Refused, match=reason):
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+    assert not (tmp_path / "quarantine").exists()
+
+
+def test_a_network_that_cannot_read_the_data_is_refused(opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:
+    other_text_width(offer)
+    with pytest.raises(Refused, match="it cannot be evaluated on the data of this run"):
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+
+
+def test_a_loss_that_only_the_seed_of_the_contributor_gives_is_refused(
+    opened: RemoteRun, offer: Offer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit applies to the loss with the admitter's seed, whatever the contributor declares."""
+    content = opened.trust.current.policy.model_copy(update={"max_validation_loss": 0.5})
+    monkeypatch.setattr(RemoteRun, "policy", content)
+    with pytest.raises(Refused, match=r"on the shards of this run is [\d.]+; the limit is 0.5"):
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+
+
+# Outputs that are wrong only where somebody looks
+
+
+@dataclass(frozen=True, eq=False)
+class Poisoned(OpenExpert):
+    """An expert that a function changes: it gets the output, the time, and whether the condition is null."""
+
+    poison: Callable[[Tensor, Tensor, bool], Tensor] = lambda v, _t, _null: v
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition | PreparedCondition | None = None) -> Tensor:
+        v = super().velocity(x, t, condition)
+        null = isinstance(condition, Condition) and condition.dropped is not None and bool(condition.dropped.all())
+        return self.poison(v, t.view(-1, 1, 1, 1), null)
+
+
+def noise_like(v: Tensor) -> Tensor:
+    return torch.randn(v.shape, generator=torch.Generator().manual_seed(len(v)))
+
+
+def at(start: float, end: float, size: float = 2.0) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Add noise at some times."""
+    return lambda v, t, _: v + size * noise_like(v) * ((t >= start) & (t <= end))
+
+
+POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
+    "the start": (at(0.99, 1), "at time 1 is|at times from 0.9 to 1.0"),
+    "exactly the start": (at(1, 1), "at time 1 is"),
+    "the end": (at(0, 0.1), "at times from 0.0 to 0.1"),
+    "the first half of the end": (at(0, 0.05), "at times from 0.0 to 0.1|at time 0.0"),
+    "the middle": (at(0.45, 0.55), "at times from 0.[45]"),
+    "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
+    "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
+    "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 is inf"),
+    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 is nan"),
+    "null": (lambda v, _, null: v + noise_like(v) if null else v, "with the null condition"),
+    "null at the start": (lambda v, t, null: v + 2 * noise_like(v) * (null and t == 1), "at time 1 .* with the null"),
+    "null at the end": (lambda v, t, null: v + 2 * null * (t < 0.1), "to 0.1 .* with the null condition"),
+    "null of the other sign": (lambda v, _, null: -v if null else v, "with the null condition"),
+    "null that is not a number": (lambda v, _, null: v + torch.nan if null else v, "with the null condition"),
+    "condition of the other sign": (lambda v, _, null: v if null else -v, "with its condition; at most"),
+    "large outputs": (lambda v, _t, _n: 8 * v, "an untrained network|allowed there|as large as the data"),
+    "constant": (lambda v, _t, _n: v + 1, "an untrained network|allowed there|as large as the data"),
+}
+
+
+def opened_expert(run: Path, number: int) -> tuple[OpenExpert, Shards]:
+    validation = Shards.open(run, [number], "validation")
+    return open_expert(expert_of_run(run, f"experts/{number:03d}"), validation.statistics, DeviceOptions()), validation
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: Path) -> None:
+    expert, validation = opened_expert(reference, 1)
+    poison, reason = POISONS[name]
+    poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison)
+    with pytest.raises(Refused, match=reason):
+        check_expert(poisoned, validation)
+
+
+def test_guided_samples_are_checked_in_every_size(sized_run: Path) -> None:
+    """The size of which the cluster has the fewest images; a mean over all images could hide it."""
+    expert, validation = opened_expert(sized_run, 0)
+    _check_guided(expert, validation, seed=0)
+    rare = min(validation.image_counts(), key=lambda size: validation.image_counts()[size])
+
+    def poison(v: Tensor, _t: Tensor, _null: bool) -> Tensor:
+        return v + 1000 if v.shape[2:] == (rare.height, rare.width) else v
+
+    with pytest.raises(Refused, match="its guided samples have a root mean square of"):
+        _check_guided(
+            Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison), validation, seed=0
+        )
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were trained for 20 steps."""
+    expert, validation = opened_expert(reference, number)
+    for seed in range(4):
+        monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        check_expert(expert, validation)
+
+
+class Perfect(nn.Module):
+    """The best velocity field for Gaussian data of mean zero and variance one, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, timestep: Tensor, _: object) -> Tensor:
+        t = (timestep / 1000).view(-1, 1, 1, 1)
+        return self.factor * x * (2 * t - 1) / (t**2 + (1 - t) ** 2)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(0.5, True), (1.0, True), (1.4, True), (1.9, False), (3.0, False)])
+def test_outputs_of_the_wrong_size_are_refused(factor: float, passes: bool, reference: Path) -> None:
+    """A mean square error alone would accept a good expert whose outputs are almost doubled."""
+    expert, validation = opened_expert(reference, 1)
+    scaled = OpenExpert(expert.declaration, Perfect(factor), expert.dtype, expert.rescaling)
+    with (
+        nullcontext() if passes else pytest.raises(Refused, match=r"times as large|an untrained network|allowed there")
+    ):
+        check_expert(scaled, validation)
+
+
+class Denoiser(nn.Module):
+    """The best x0 network for Gaussian data of mean zero and variance one, with an error; below a time it cheats."""
+
+    def __init__(self, error: float, cheat: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.error, self.cheat = error, cheat
+
+    def forward(self, x: Tensor, timestep: Tensor, _: object) -> Tensor:
+        t = (timestep / 1000).view(-1, 1, 1, 1)
+        x0 = x * (1 - t) / (t**2 + (1 - t) ** 2) + self.error * torch.sin(5 * x)
+        return x0 if self.cheat is None else torch.where(t < 0.045, self.cheat(x0), x0)
+
+
+def checkerboard(x0: Tensor) -> Tensor:
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in x0.shape[2:]), indexing="ij")
+    return 0.6 * x0 + 0.6 * (1 - 2 * ((rows + columns) % 2))
+
+
+X0_EXPERTS = {
+    "exact": (Denoiser(0.0), True),
+    "with an error at all times": (Denoiser(0.5), True),
+    "a checkerboard at the end": (Denoiser(0.0, checkerboard), False),
+    "a checkerboard at the end of an expert with errors": (Denoiser(0.1, checkerboard), False),
+    "a tint at the end": (Denoiser(0.1, lambda x0: x0 + 0.6), False),
+    "nothing at the end": (Denoiser(0.1, torch.zeros_like), False),
+}
+
+
+@pytest.mark.parametrize("name", X0_EXPERTS)
+def test_x0_experts_are_judged_at_their_last_steps(name: str, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained x0 network has an error as large as the data there, which would allow anything."""
+    expert, validation = opened_expert(reference, 1)
+    declaration = replace(expert.declaration, bridge=flow.objective("x0").bridge())
+    network, passes = X0_EXPERTS[name]
+    for seed in range(4):
+        monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
+        with nullcontext() if passes else pytest.raises(Refused, match=r"at time 0\.0|at times from 0\.0"):
+            check_expert(OpenExpert(declaration, network, expert.dtype, expert.rescaling), validation)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_clusters_with_few_validation_images_are_measured(
+    count: int, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Honest experts pass on one image, whichever it is, and others are refused."""
+    poison = POISONS["null at the start"][0]
+    for number in range(3):
+        expert, validation = opened_expert(reference, number)
+        monkeypatch.setattr(Shards, "cluster_ranges", lambda _, number=number: {0: range(number, number + count)})
+        check_expert(expert, validation)
+        poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison)
+        with pytest.raises(Refused, match="at time 1"):
+            check_expert(poisoned, validation)
+        monkeypatch.undo()
+
+
+def test_without_validation_images_the_training_images_serve(reference: Path, offer: Offer, tmp_path: Path) -> None:
+    shards, expert = Artifact(tmp_path, "data/shards/cluster_001"), Artifact(tmp_path, NAME)
+    for artifact in (shards, expert):
+        shutil.copytree(reference / artifact.name, artifact.folder)
+    for file in shards.folder.glob("validation-*"):
+        file.unlink()
+    recommit(shards, SHARDS)
+    check_measured(expert, expert.open(EXPERT), [shards], policy=Policy())
+    with pytest.raises(Refused, match="has no validation images to check the limit 9"):
+        check_measured(expert, expert.open(EXPERT), [shards], policy=Policy(max_validation_loss=9))
+    untrained(offer)
+    expert.path(WEIGHTS).write_bytes(offer.files[WEIGHTS])
+    recommit(expert, EXPERT)
+    with pytest.raises(Refused, match=UNTRAINED):
+        check_measured(expert, expert.open(EXPERT), [shards], policy=Policy())
+
+
+def recommit(artifact: Artifact, kind: ArtifactKind[Any]) -> None:
+    """Write the manifest again, for the files that are there."""
+    manifest = artifact.manifest()
+    assert manifest is not None
+    artifact.path("manifest.json").unlink()
+    artifact.begin(kind, manifest.made_from)
+    artifact.commit(dict(manifest.content))
+
+
+# Copies
+
+
+def noisy(amount: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Add noise, relative to the standard deviation of each tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def apply(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: part + amount * part.std(correction=0) * torch.randn(part.shape, generator=generator)
+            for name, part in state.items()
+        }
+
+    return apply
+
+
+def permuted(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Another order of the hidden neurons of every MLP: the same function with other weights."""
+    state = dict(state)
+    for name in [name for name in state if name.endswith("mlp.inner.weight")]:
+        stem = name.removesuffix("inner.weight")
+        order = torch.randperm(len(state[name]), generator=torch.Generator().manual_seed(0))
+        for part in (name, f"{stem}inner.bias"):
+            state[part] = state[part][order]
+        state[f"{stem}outer.weight"] = state[f"{stem}outer.weight"][:, order]
+    return state
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("change", [noisy(1e-3), noisy(1e-2), noisy(5e-2), permuted], ids=["0.1%", "1%", "5%", "order"])
+def test_admit_refuses_a_copy_of_another_expert(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], published: Published, reference: Path, offer: Offer,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Ann copies the published expert 0 and proposes it as her expert 1."""
+    store = Store.open(tmp_path / "store")
+    published.copy(store)
+    copied = change(load_file(published.run / "experts/000/final" / WEIGHTS))
+    offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
+    claim_honestly(offer, reference)
+    ann = remote(store, by="ann")
+    propose(ann, offer)
+    verdict = admit(remote(store, by="owner"), tmp_path / "check")[JOB]
+    assert verdict == "its outputs are those of experts/000, up to noise"
+    assert JOB not in remote(store).networks()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_honest_experts_are_no_copies(damaged: bool, published: Published, offer: Offer, tmp_path: Path) -> None:
+    """They started from the same weights. A damaged network in the store stops nobody."""
+    store = Store.open(tmp_path / "store")
+    published.copy(store)
+    if damaged:
+        weights = max(store.entries("experts/000/final/sha256"), key=lambda entry: entry.size)
+        store.write(weights.key, bytes(weights.size))
+    propose(remote(store, by="ann"), offer)
+    assert admit(remote(store, by="owner"), tmp_path / "check") == {JOB: "admitted"}
+
+
+def propose(ann: RemoteRun, offer: Offer) -> None:
+    lease = Lease.acquire(ann.store, JOB, 3600, authority=ann)
+    assert lease is not None
+    lease.end("proposed", manifest=offer.put(ann))
+
+
+def reordered(data: bytes) -> bytes:
+    return save(dict(reversed(load(data).items())), {"by": "mallory"})
+
+
+def repacked(data: bytes) -> bytes:
+    """The same tensors in another order of the bytes."""
+    head, body = split(data)
+    moved, out = {}, b""
+    for name in sorted(head, reverse=True):
+        if name != "__metadata__":
+            start, end = head[name]["data_offsets"]
+            moved[name] = {**head[name], "data_offsets": [len(out), len(out) + end - start]}
+            out += body[start:end]
+    return header(moved, out)
+
+
+@pytest.mark.parametrize("disguise", [bytes, reordered, repacked], ids=lambda disguise: disguise.__name__)
+@pytest.mark.parametrize("where", ["neighbor", "router", "withdrawn"])
+def test_copies_and_withdrawn_weights_are_refused(
+    disguise: Callable[[bytes], bytes], where: str, opened: RemoteRun, offer: Offer, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    digest = weights_digest(sorted(offer.tensors().items()))
+    offer.files[WEIGHTS] = disguise(offer.files[WEIGHTS])
+    reason = f"a copy of those of {where}"
+    if where == "withdrawn":
+        reason = "its weights were withdrawn"
+        root = opened.trust.current.model_copy(update={"withdrawn": (digest,)})
+        opened.trust = type(opened.trust)((*opened.trust.roots[:-1], root))
+    else:
+        job = {"neighbor": "experts/000"}.get(where, where)
+        known = {job: Network(manifest="0" * 64, weights=digest, publisher=person("ann").public)}
+        monkeypatch.setattr(RemoteRun, "networks", lambda _: known)
+        reason = f"a copy of those of {job}"
+    with pytest.raises(Refused, match=reason):
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+
+
+def test_the_digest_of_weights_depends_on_every_tensor(offer: Offer) -> None:
+    digests = set()
+    for name in ["", *list(offer.tensors())[:20]]:
+        tensors = offer.tensors()
+        if name:
+            tensors[name] = tensors[name] + 1
+        digests.add(weights_digest(sorted(tensors.items())))
+    assert len(digests) == 21

@@ -1,0 +1,428 @@
+"""A pulled model, its exports, and the bytes that are read: checked as one against the signed snapshot."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import atoll
+from atoll import cli
+from atoll.apps.models.pipeline import AtollPipeline
+from atoll.apps.share.owners import push
+from atoll.apps.share.pull import pull
+from atoll.apps.share.store import Store
+from atoll.core import config
+from atoll.core.artifacts import Artifact, sha256_of, to_json
+from atoll.core.errors import AtollError
+from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
+from atoll.experts import network_folder
+from atoll.nets import DiTConfig, build
+from atoll.nets.io import tensors_of, weights_digest
+from atoll.train import resolve_job, train_job
+from atoll.verify.trust import Network, Signed, Snapshot, parse_signed
+from atoll.verify.verified_files import VerifiedFiles
+from share.conftest import Published
+from share.shared import key_file, person, publishers, remote, share
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """A shared run with experts, router, monolith and student."""
+    folder = tmp_path_factory.mktemp("whole")
+    run, store = folder / "run", Store.open(folder / "store")
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("evaluation"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        fingerprint = share(run, store, publishers=publishers("ann"))
+    objects = {entry.key: store.read(entry.key, 1 << 30) or b"" for entry in store.entries("")}
+    return Published(objects, fingerprint, run)
+
+
+@pytest.fixture(scope="session")
+def pulled_once(whole: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pulled")
+    store = Store.open(folder / "store")
+    whole.copy(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        verdicts = pull(remote(store, folder / "model", trust=whole.fingerprint), folder / "model")
+    jobs = {f"experts/{number:03d}" for number in range(3)} | {"router", "monolith", "student"}
+    assert verdicts == dict.fromkeys(jobs, "fetched")
+    return folder / "model"
+
+
+@pytest.fixture
+def pulled(pulled_once: Path, tmp_path: Path) -> Path:
+    """A copy of the pulled model."""
+    shutil.copytree(pulled_once, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("model", ["experts", "expert:1", "monolith", "student"])
+def test_a_pulled_model_is_complete(pulled: Path, model: str) -> None:
+    assert len(atoll.load(pulled, model).sample(["a circle"], steps=2, seed=0)) == 1
+
+
+def change(file: Path) -> None:
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file)
+
+
+def rehash(artifact: Artifact) -> None:
+    """Write the manifest again, as somebody would who replaces a network completely."""
+    manifest = artifact.manifest()
+    assert manifest is not None
+    artifact.path("manifest.json").unlink()
+    artifact.begin(ROUTER if "router" in artifact.name else EXPERT, manifest.made_from)
+    artifact.commit(dict(manifest.content))
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("job", ["experts/000", "router", "monolith", "student"])
+@pytest.mark.parametrize("how", ["weights", "manifest", "neighbor", "no snapshot", "old snapshot"])
+def test_a_changed_network_of_a_pulled_model_is_refused(pulled: Path, whole: Published, job: str, how: str) -> None:
+    artifact = Artifact(pulled, f"{job}/final")
+    if how in ("weights", "manifest"):
+        change(artifact.path(WEIGHTS))
+    if how == "manifest":
+        rehash(artifact)
+    if how == "neighbor":
+        other = "experts/002" if job != "experts/002" else "experts/001"
+        shutil.rmtree(artifact.folder)
+        shutil.copytree(pulled / other / "final", artifact.folder)
+    if how == "no snapshot":
+        shutil.rmtree(pulled / "snapshot")
+    if how == "old snapshot":
+        for file in (pulled / "snapshot").iterdir():
+            value = json.loads(file.read_bytes())
+            value["signed"]["networks"][job]["manifest"] = "0" * 64
+            file.write_text(json.dumps(value))
+    model = "experts" if job in ("router", "experts/000") else job
+    reason = "SHA-256 differs" if how == "weights" else "signed snapshot|is an artifact of kind"
+    if how == "weights" and job != "router":
+        # Weights of experts are checked when they are read; everything else before the model is returned.
+        references = atoll.load(pulled, model).ensemble.references
+        with pytest.raises(AtollError, match=reason):
+            references[0].open()
+        return
+    with pytest.raises(AtollError, match=reason):
+        atoll.load(pulled, model)
+
+
+@pytest.mark.hostile
+def test_weights_that_change_after_the_check_are_refused(pulled: Path) -> None:
+    """Somebody replaces the file between opening the model and reading the weights."""
+    sampler = atoll.load(pulled, "experts")
+    change(pulled / "experts/001/final" / WEIGHTS)
+    with pytest.raises(AtollError, match="SHA-256 differs"):
+        sampler.ensemble.references[1].open()
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json", "cluster.safetensors"])
+def test_verified_files_return_only_the_bytes_of_the_manifest(pulled: Path, file: str) -> None:
+    artifact = Artifact(pulled, "experts/001/final")
+    files = VerifiedFiles(artifact, artifact.open(EXPERT))
+    data = artifact.path(file).read_bytes()
+    assert files.read(file) == data
+    if file.endswith(".safetensors"):
+        read, expected = tensors_of(files.read(file)), load_file(artifact.path(file))
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[name], expected[name]) for name in expected)
+    for other in (data + b"x", data[:-1], b"", bytes([data[0] ^ 1]) + data[1:], bytes(len(data))):
+        artifact.path(file).write_bytes(other)
+        with pytest.raises(AtollError, match="SHA-256 differs"):
+            files.read(file)
+    for unlisted in ("manifest.json", "../x", "x"):
+        with pytest.raises(AtollError, match="has no file"):
+            files.read(unlisted)
+
+
+@pytest.mark.hostile
+def test_an_expert_that_the_cache_reloads_is_checked_again(pulled: Path) -> None:
+    sampler = atoll.load(pulled, max_loaded_experts=1)
+    cache = sampler.ensemble.cache
+    cache.get(0)
+    cache.get(1)
+    change(pulled / "experts/000/final" / WEIGHTS)
+    with pytest.raises(AtollError, match="SHA-256 differs"):
+        cache.get(0)
+    assert cache.get(2) is not None
+
+
+@pytest.mark.hostile
+def test_teachers_of_a_student_are_checked(pulled: Path, whole: Published) -> None:
+    """A student is distilled only from experts of the snapshot."""
+    shutil.copytree(whole.run / "data", pulled / "data")
+    shutil.rmtree(pulled / "student")
+    shutil.rmtree(pulled / "experts/001/final")
+    shutil.copytree(pulled / "experts/002/final", pulled / "experts/001/final")
+    with pytest.raises(AtollError, match=r"experts/001/final differs from that of, or was withdrawn from, the signed"):
+        train_job(resolve_job(pulled, config.load(pulled), "student"))
+    assert not (pulled / "student/final").exists()
+
+
+@pytest.mark.hostile
+def test_a_refused_router_does_not_stay_on_disk(whole: Published, tmp_path: Path) -> None:
+    store = Store.open(f"memory://{tmp_path.name}")
+    whole.copy(store)
+    weights = max(store.entries("router/final/sha256"), key=lambda entry: entry.size)
+    store.write(weights.key, bytes(weights.size))
+    folder = tmp_path / "model"
+    verdicts = pull(remote(store, folder, trust=whole.fingerprint), folder)
+    assert verdicts["router"].startswith("refused: ")
+    assert not (folder / "router").exists()
+    assert not list((folder / ".quarantine").rglob("*.safetensors"))
+    with pytest.raises(AtollError, match="router"):
+        atoll.load(folder).sample(["a circle"], steps=2)
+    assert len(atoll.load(folder, routing="nearest").sample(["a circle"], steps=2, seed=0)) == 1
+
+
+def test_own_networks_that_are_not_published_need_no_signature(whole: Published, tmp_path: Path) -> None:
+    run = tmp_path / "owner"
+    shutil.copytree(whole.run, run)
+    shutil.rmtree(run / "snapshot")
+    assert atoll.load(run) is not None
+    (run / "router/metrics.jsonl").unlink()
+    with pytest.raises(AtollError, match="is not part of the signed snapshot"):
+        atoll.load(run)
+
+
+# Exports
+
+
+@pytest.fixture(scope="session")
+def export_once(pulled_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signed-export") / "model"
+    assert cli.main(["export", str(pulled_once), str(folder)]) == 0
+    return folder
+
+
+def test_an_export_carries_root_and_snapshot(
+    export_once: Path, whole: Published, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["trust", str(export_once)]) == 0
+    shown = capsys.readouterr().out
+    assert cli.main(["trust", str(whole.run)]) == 0
+    assert shown == capsys.readouterr().out
+    (file,) = (export_once / "snapshot").iterdir()
+    content = parse_signed(Snapshot, file.read_bytes(), "it").content
+    declared = json.loads((export_once / "expert_1/declaration.json").read_text())
+    assert content.networks["experts/001"].manifest == declared["manifest"]
+    assert len(list((export_once / "root").iterdir())) == 2
+    listed = json.loads((export_once / "manifest.json").read_text())["files"]
+    assert f"snapshot/{file.name}" in listed
+    assert len(atoll.load(export_once).sample(["a circle"], steps=2, seed=0)) == 1
+
+
+def declare(**fields: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "expert_1/declaration.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return apply
+
+
+def declare_manifest(folder: Path) -> None:
+    """Another manifest in the export, with the declaration that fits it."""
+    file = folder / "expert_1/manifest.json"
+    value = json.loads(file.read_text())
+    value["content"]["validation_loss"] = 0.0
+    file.write_bytes(to_json(value))
+    declare(validation_loss=0.0, manifest=sha256_of(file))(folder)
+
+
+def exchange_experts(folder: Path) -> None:
+    """Both are experts of the snapshot; each declares to be the other."""
+    for name in (WEIGHTS, "null.safetensors"):
+        one, other = folder / "expert_0" / name, folder / "expert_2" / name
+        if one.exists() and other.exists():
+            first, second = one.read_bytes(), other.read_bytes()
+            one.write_bytes(second)
+            other.write_bytes(first)
+
+
+def withdraw_from_snapshot(folder: Path) -> None:
+    for file in (folder / "snapshot").iterdir():
+        value = json.loads(file.read_bytes())
+        del value["signed"]["networks"]["experts/001"]
+        file.write_bytes(to_json(value))
+
+
+def sign_by_another_run(folder: Path) -> None:
+    """A snapshot that somebody else signed."""
+    for file in (folder / "snapshot").iterdir():
+        content = parse_signed(Snapshot, file.read_bytes(), "it").content
+        file.write_bytes(Signed(content, (person("mallory").sign(content.statement()),)).to_json())
+
+
+EXPORTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (lambda folder: change(folder / "expert_1" / WEIGHTS), "the weights of experts/001 is not"),
+    "router": (lambda folder: change(folder / "router" / WEIGHTS), "the weights of router is not"),
+    "density": (lambda folder: change(folder / "expert_1/cluster.safetensors"), "the density of experts/001 is not"),
+    "no density": (lambda folder: (folder / "expert_1/cluster.safetensors").unlink(), "the density of experts/001"),
+    "digest": (declare(manifest="0" * 64), "the declaration of experts/001 is not"),
+    "statistics": (declare(clusters=[0]), "the declaration of experts/001 is not"),
+    "bridge": (declare(bridge={"prediction_error": 9.0}), "the declaration of experts/001 is not"),
+    "conditioning": (declare(conditioning=[]), "the declaration of experts/001 is not"),
+    "job": (declare(job="experts/002"), "the manifest of experts/002 is not"),
+    "unknown job": (declare(job="experts/007"), "does not list experts/007"),
+    "manifest": (declare_manifest, "the manifest of experts/001 is not"),
+    "no manifest": (lambda folder: (folder / "expert_1/manifest.json").unlink(), "the manifest of experts/001 is not"),
+    "exchanged": (exchange_experts, "the weights of experts/00[02] is not"),
+    "snapshot": (withdraw_from_snapshot, "does not list experts/00"),
+    "no snapshot": (lambda folder: shutil.rmtree(folder / "snapshot"), "does not list experts/00"),
+    "snapshot of another": (sign_by_another_run, "does not list experts/00"),
+}
+
+
+def load_all(folder: Path) -> None:
+    sampler = atoll.load(folder)
+    for reference in sampler.ensemble.references:
+        reference.open()
+
+
+def copy_or_link(source: str, target: str) -> None:
+    """Copy a file; link the encoders, which are large and which no test changes."""
+    (os.link if "text_encoder" in source or "tokenizer" in source else shutil.copy)(source, target)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize(
+    "opener", [load_all, pytest.param(AtollPipeline.from_pretrained, marks=pytest.mark.slow)], ids=["load", "diffusers"]
+)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_with_another_network_than_its_snapshot_is_refused(
+    name: str, opener: Callable[[Path], object], export_once: Path, tmp_path: Path
+) -> None:
+    """Somebody changes an export and writes its list of hashes again."""
+    folder = tmp_path / "model"
+    shutil.copytree(export_once, folder, copy_function=copy_or_link)
+    attack, reason = EXPORTS[name]
+    attack(folder)
+    artifact = Artifact(tmp_path, "model")
+    manifest = artifact.manifest()
+    assert manifest is not None
+    artifact.path("manifest.json").unlink()
+    artifact.begin(PIPELINE, manifest.made_from)
+    artifact.commit(dict(manifest.content), exclude=["README.md"])
+    with pytest.raises(AtollError, match=reason):
+        opener(folder)
+
+
+def test_a_converted_network_is_compared_with_the_signed_weights(whole: Published, tmp_path: Path) -> None:
+    """A network in the layout of a diffusers class is converted back: its digest is the signed one."""
+    config = DiTConfig(32, 2, 2, size=16, text_width=12, text_projection="mlp")
+    network = build(config)
+    with torch.no_grad():
+        for part in network.parameters():
+            part.normal_()
+    exact = network_folder.diffusers_layout(network)
+    assert exact is not None
+    digest = weights_digest(sorted(network.state_dict().items()))
+    content = Artifact(whole.run, "experts/000/final").read(EXPERT).model_copy(update={"network": config})
+    network_folder.write(tmp_path / "expert_0", network, content, density=None)
+    opened = network_folder.NetworkFolder.open(tmp_path / "expert_0")
+    assert opened.stored_class == "PixArtTransformer2DModel"
+    signed = Network(manifest="0" * 64, weights=digest, publisher=person("ann").public)
+    read = replace(opened, signed=signed).network()
+    assert all(torch.equal(part, read.state_dict()[name]) for name, part in network.state_dict().items())
+    for file in (WEIGHTS, "null.safetensors"):
+        before = (tmp_path / "expert_0" / file).read_bytes()
+        change(tmp_path / "expert_0" / file)
+        with pytest.raises(AtollError, match="the weights of experts/000 is not the one of the signed snapshot"):
+            replace(opened, signed=signed).network()
+        (tmp_path / "expert_0" / file).write_bytes(before)
+
+
+def test_an_export_of_networks_that_are_not_published_carries_no_snapshot(whole: Published, tmp_path: Path) -> None:
+    run = tmp_path / "owner"
+    shutil.copytree(whole.run, run)
+    shutil.rmtree(run / "snapshot")
+    assert cli.main(["export", str(run), str(tmp_path / "export")]) == 0
+    assert not (tmp_path / "export/root").exists()
+    assert atoll.load(tmp_path / "export") is not None
+
+
+# Changes of the root on the command line
+
+
+def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, store = tmp_path / "owner", Store.open(tmp_path / "store")
+    shutil.copytree(published.run, run)
+    owner = ("--key", str(key_file("owner", tmp_path)))
+
+    def trust(*words: str, key: tuple[str, ...] = owner) -> tuple[int, str]:
+        capsys.readouterr()
+        code = cli.main(["trust", str(run), *words, *key])
+        output = capsys.readouterr()
+        return code, output.out + output.err
+
+    dan, gil = person("dan").public, person("gil").public
+    assert trust("add", "publisher", "dan", dan, "--experts", "1", "2")[0] == 0
+    assert trust("set", "max_validation_loss", "0.9")[0] == 0
+    assert trust("set", "objectives", "[ddpm]")[0] == 0
+    assert trust("add", "admitter", "gil", gil)[0] == 0
+    assert trust("rotate", "dan", person("dan2").public)[0] == 0
+    assert trust("withdraw", "key", "gil")[0] == 0
+    assert trust("withdraw", "network", "experts/000")[0] == 0
+    for wrong, reason in (
+        (("add", "publisher", "x"), "expected: atoll trust RUN add"),
+        (("add", "king", "x", dan), "expected: atoll trust RUN add"),
+        (("add", "owner", "x", "0" * 64), "small order"),
+        (("add", "admitter", "x", "zz"), "64 hexadecimal digits"),
+        (("rotate", "nobody", dan), "unknown name 'nobody'"),
+        (("set", "max_bytes", "0"), "max_bytes"),
+        (("set", "run", "x"), "with a field of"),
+        (("set", "objectives", "[mine]"), "unknown objective"),
+        (("set", "networks", "[a"), "is not a value of networks"),
+        (("set", "threshold", "3"), "threshold is 3"),
+        (("withdraw", "key", "owner"), "owners"),
+        (("withdraw", "nothing"), "expected: atoll trust RUN withdraw"),
+        (("sign",), "nothing waits for a signature"),
+    ):
+        code, output = trust(*wrong)
+        assert (code, reason in output) == (2, True), (wrong, output)
+    code, output = trust("renew", key=("--key", str(key_file("ann", tmp_path))))
+    assert (code, "is not that of an owner" in output) == (2, True)
+    push(run, store, person("owner"))
+    code, output = trust()
+    assert "publisher    dan  " + person("dan2").public + "  experts 1, 2" in output
+    assert f"withdrawn    {gil}" in output
+    assert cli.main(["trust", str(store.url), "--json"]) == 0
+    root = json.loads(capsys.readouterr().out)
+    assert root["policy"]["max_validation_loss"] == 0.9
+    assert root["version"] == 9
+    assert "gil" not in root["admitters"]
+    assert remote(store).networks() == {}
+
+
+def test_two_owners_sign_a_version(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, store = tmp_path / "owner", Store.open(tmp_path / "store")
+    shutil.copytree(published.run, run)
+    first, second = (("--key", str(key_file(name, tmp_path))) for name in ("owner", "dan"))
+    for words in (("add", "owner", "dan", person("dan").public), ("set", "threshold", "2")):
+        assert cli.main(["trust", str(run), *words, *first]) == 0
+    assert "1 more of its owners must sign" in capsys.readouterr().out
+    push(run, store, person("owner"))
+    assert remote(store).trust.current.version == 3, "the version that waits is not published"
+    assert cli.main(["trust", str(run), "sign", *second]) == 0
+    push(run, store, person("owner"))
+    assert remote(store).trust.current.threshold == 2
+    assert cli.main(["trust", str(run), "renew", *first]) == 0
+    assert cli.main(["trust", str(run), "set", "max_bytes", "5", *second]) == 0
+    assert "1 more of its owners must sign" in capsys.readouterr().out
+    assert cli.main(["trust", str(run), "sign", *first]) == 0
+    push(run, store, person("dan"))
+    assert remote(store).policy.max_bytes == 5
