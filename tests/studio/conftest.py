@@ -3,8 +3,9 @@
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from atoll.apps.studio.serve import listen, server_config
 from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import load
 from ensemble.runs import write_run
-from waiting import HOUR
+from waiting import HOUR, wait_for
 
 http = httpx.Client(timeout=HOUR, limits=httpx.Limits(max_keepalive_connections=0))
 """A client with a long timeout, so that no test depends on the speed of the machine."""
@@ -68,6 +69,29 @@ def held_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             yield released
         finally:
             released.set()
+
+
+def hold_engine(released: Callable[[], bool]) -> None:
+    """Let engines do one or two steps of a request and then wait until it is to end or `released` holds."""
+    run_step, steps = Engine.run_step, count()
+
+    def run_step_later(engine: Engine) -> bool:
+        requests = engine._open
+        if next(steps):
+            wait_for(lambda: not requests or any(request.end_requested for request in requests) or released())
+        return run_step(engine)
+
+    Engine.run_step = run_step_later  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hold all engines of this process during a test, as networks that take long do."""
+    released = threading.Event()
+    monkeypatch.setattr(Engine, "run_step", Engine.run_step)
+    hold_engine(released.is_set)
+    yield
+    released.set()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from atoll import cli
 from atoll.apps.models.export import export
 from atoll.apps.studio.app import Studio
 from atoll.apps.studio.registry import DefaultSettings, evaluated_settings
-from atoll.ensemble.images import COLORS
+from atoll.ensemble.saving import COLORS
 from studio.conftest import held_loading, http, serving
 from train.conftest import merge
 from train.workers import TINY
@@ -83,9 +83,12 @@ def test_a_stream_has_every_step_and_the_same_images(served: Served) -> None:
         assert np.abs(difference).max() <= 1
 
 
+@pytest.mark.usefixtures("held")
 def test_requests_are_cancelled_by_delete_and_by_disconnecting(served: Served) -> None:
     url, studio = served
-    body = {"steps": 250, "num_images": 4, "stream": True}
+    engine, body = studio.engine, {"steps": 250, "num_images": 4, "stream": True}
+    cancelled = engine.metrics.requests.labels("cancelled")
+    before = cancelled._value.get()
     with http.stream("POST", f"{url}/v1/images", json=body) as response:
         lines = response.iter_lines()
         next(line for line in lines if line == "event: step")
@@ -95,11 +98,12 @@ def test_requests_are_cancelled_by_delete_and_by_disconnecting(served: Served) -
     assert http.delete(f"{url}/v1/images/{id}").status_code == 404
     with http.stream("POST", f"{url}/v1/images", json=body) as response:
         next(line for line in response.iter_lines() if line == "event: step")
-        assert not studio.engine.idle
-    wait_for(lambda: studio.engine.idle)
+        assert not engine.idle
+    wait_for(lambda: engine.idle)
     with pytest.raises(httpx.ReadTimeout):
-        http.post(f"{url}/v1/images", json={"steps": 250, "num_images": 16}, timeout=httpx.Timeout(HOUR, read=0.05))
-    wait_for(lambda: studio.engine.idle)
+        http.post(f"{url}/v1/images", json={"steps": 250}, timeout=httpx.Timeout(HOUR, read=0.05))
+    wait_for(lambda: cancelled._value.get() == before + 3)
+    assert engine.idle
 
 
 def test_the_run_is_described(served: Served, served_run: Path) -> None:

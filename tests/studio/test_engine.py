@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import atoll
-from atoll.apps.studio.engine import Engine
-from atoll.apps.studio.registry import LoadedModel, ModelRegistry
-from atoll.apps.studio.request_state import (
+from atoll.apps.studio.engine import (
     CANCELLED,
     DONE,
     INVALID,
     UNAVAILABLE,
+    Engine,
     Event,
     GenerationRequest,
     ImageDone,
@@ -24,10 +23,11 @@ from atoll.apps.studio.request_state import (
     RequestState,
     StepDone,
 )
+from atoll.apps.studio.registry import LoadedModel, ModelRegistry
 from atoll.apps.studio.schemas import ApiError
 from atoll.core.errors import AtollError
 from atoll.core.options import QuantizedLoadOptions
-from atoll.ensemble import Settings
+from atoll.ensemble import SampleSettings
 from atoll.nets import DiT
 from ensemble.runs import write_run
 from waiting import HOUR
@@ -60,7 +60,9 @@ class ManualEngine:
 
     def submit(self, model: str = "experts", **values: Any) -> RequestState:
         settings = {key: values.pop(key) for key in ("routing", "steps", "guidance_scale", "seed") if key in values}
-        generation = GenerationRequest(Settings(**{"routing": "top-1", "steps": 4, **settings}), stream=True, **values)
+        generation = GenerationRequest(
+            SampleSettings(**{"routing": "top-1", "steps": 4, **settings}), stream=True, **values
+        )
         posted: list[Event] = []
         request = self.engine.submit(generation, self.models.get(model), posted.append)
         self.events[request] = posted
@@ -245,7 +247,7 @@ def test_a_failed_engine_ends_all_requests_with_an_error(served_run: Path) -> No
             raise OSError("the client is gone")
 
     waiting = engine.submit(steps=3)
-    engine.engine.submit(GenerationRequest(Settings(steps=1)), engine.models.get("experts"), failing_post)
+    engine.engine.submit(GenerationRequest(SampleSettings(steps=1)), engine.models.get("experts"), failing_post)
     engine.engine.start()
     engine.engine.join(HOUR)
     assert "the client is gone" in (engine.engine.failure or "")

@@ -10,8 +10,8 @@ import pytest
 
 from atoll.apps.studio import requests
 from atoll.apps.studio.app import Studio
-from atoll.apps.studio.request_state import Event, GenerationRequest, ImageDone
-from atoll.ensemble import Settings
+from atoll.apps.studio.engine import Event, GenerationRequest, ImageDone
+from atoll.ensemble import SampleSettings
 from studio.conftest import http, serving
 
 Served = tuple[str, Studio]
@@ -157,6 +157,7 @@ def test_a_token_is_required_and_checked(served_run: Path) -> None:
         assert http.get(f"{url}/v1/run", headers=right).json()["token_required"] is True
 
 
+@pytest.mark.usefixtures("held")
 def test_a_full_queue_returns_retry_after(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "HEARTBEAT_SECONDS", 0.05)
     with serving(served_run, batch_size=1, queue=1) as (url, studio):
@@ -184,7 +185,7 @@ def test_a_failed_engine_is_reported_to_all_clients(served_run: Path) -> None:
             raise OSError("the client is gone")
 
     with serving(served_run) as (url, studio):
-        studio.engine.submit(GenerationRequest(Settings(steps=1)), studio.models.get("experts"), failing_post)
+        studio.engine.submit(GenerationRequest(SampleSettings(steps=1)), studio.models.get("experts"), failing_post)
         response = http.post(f"{url}/v1/images", json={"steps": 250})
         assert response.status_code == 503
         health = http.get(f"{url}/health")

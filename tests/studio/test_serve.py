@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from starlette.datastructures import Headers
 from atoll import cli
 from atoll.apps.studio.middleware import SecurityMiddleware, is_loopback
 from atoll.apps.studio.registry import ModelRegistry
-from studio.conftest import http, serving
+from studio.conftest import hold_engine, http, serving
 from studio.test_api import read_events
 from train.workers import start_verb
 from waiting import HOUR, wait_for
@@ -30,8 +31,12 @@ from waiting import HOUR, wait_for
 
 @contextmanager
 def process_of(run: Path, log: Path, *options: str) -> Iterator[tuple[str, BaseProcess]]:
-    """Start `atoll serve`; yield its address and process, and kill it if the test did not stop it."""
-    process = start_verb(log, "serve", str(run), "--port", "0", "--json", "--no-token", *options)
+    """Start `atoll serve`; yield its address and process, and kill it if the test did not stop it.
+
+    Its requests wait after one or two steps until they are to end or the file `released` exists beside the log.
+    """
+    hold = partial(hold_engine, log.with_name("released").exists)
+    process = start_verb(log, "serve", str(run), "--port", "0", "--json", "--no-token", *options, prepare=hold)
     try:
         wait_for(lambda: log.is_file() and "url" in log.read_text())
         url = next(json.loads(line)["url"] for line in log.read_text().splitlines() if line.startswith("{"))
@@ -66,6 +71,7 @@ def test_the_first_signal_finishes_running_requests_and_rejects_new_ones(served_
         rejected = http.post(f"{url}/v1/images", json={})
         assert rejected.status_code == 503
         assert int(rejected.headers["retry-after"]) > 0
+        (tmp_path / "released").touch()
         reader.join()
         process.join(HOUR)
         assert process.exitcode == 0
@@ -85,6 +91,7 @@ def test_requests_are_ended_after_the_grace_period(served_run: Path, tmp_path: P
         assert process.exitcode == 0
 
 
+@pytest.mark.usefixtures("held")
 def test_requests_ended_by_shutdown_get_retry_after(served_run: Path) -> None:
     with serving(served_run) as (url, studio), ThreadPoolExecutor(1) as pool:
         response = pool.submit(http.post, f"{url}/v1/images", json={"steps": 250, "num_images": 16})
@@ -143,7 +150,7 @@ def test_only_loopback_hosts_need_no_token(host: str, local: bool) -> None:
     middleware = SecurityMiddleware(Starlette(), None)
     header = f"[{host}]:8400" if ":" in host else f"{host}:8400"
     assert is_loopback(host) == local
-    assert (middleware._check_origin(Headers({"host": header})) is None) == local
+    assert (middleware.check("/v1/run", Headers({"host": header})) is None) == local
 
 
 def test_invalid_options_are_errors(

@@ -5,19 +5,19 @@ import contextlib
 import hashlib
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
-from atoll.apps.studio import connections, serve, tokens
+from atoll.apps.studio import requests, serve
 from atoll.apps.studio.app import Studio
-from atoll.apps.studio.engine import Engine
+from atoll.apps.studio.engine import Engine, GenerationRequest, RequestState
 from atoll.apps.studio.registry import ModelRegistry
 from atoll.core.options import QuantizedLoadOptions
+from atoll.ensemble import SampleSettings
 from studio.conftest import http, serving
 from train.workers import start_verb
 from waiting import HOUR, wait_for
@@ -25,30 +25,6 @@ from waiting import HOUR, wait_for
 Served = tuple[str, Studio]
 TOKEN = "a token of the tests"
 RIGHT = {"authorization": f"Bearer {TOKEN}"}
-# One byte short of everything that a request consists of.
-HEADERS = b"POST /v1/images HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
-BEGINNINGS = {
-    "nothing": b"",
-    "one byte": b"P",
-    "half of the headers": HEADERS,
-    "half of the body": HEADERS + b"\r\n{",
-    "half of a chunked body": HEADERS.replace(b"Content-Length: 2", b"Transfer-Encoding: chunked") + b"\r\n1\r\n{\r\n",
-    "a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\n",
-}
-
-
-def connect(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=HOUR)
-
-
-def rest_of(connection: socket.socket) -> bytes:
-    """Return everything until the server closes the connection; fail after an hour."""
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while part := connection.recv(65536):
-            received += part
-    return received
 
 
 @pytest.fixture(scope="module")
@@ -58,172 +34,37 @@ def guarded(served_run: Path) -> Iterator[Served]:
         yield server
 
 
-class Deadline:
-    """The deadline of the request of one connection, which a test lets pass."""
-
-    def __init__(self, protocol: connections.BoundedProtocol) -> None:
-        self.protocol, self.received = protocol, 0
-
-    @property
-    def timer(self) -> object:
-        return self.protocol._request_timer
-
-    def expire(self) -> None:
-        """Do what the timer does in the end, unless the server has closed the connection already."""
-
-        def late() -> None:
-            if self.protocol._request_timer is not None:
-                self.protocol._request_timer.cancel()
-                self.protocol._close_late()
-
-        self.protocol.loop.call_soon_threadsafe(late)
-
-
-@pytest.fixture
-def deadlines(monkeypatch: pytest.MonkeyPatch) -> dict[int, Deadline]:
-    """The deadlines of all connections, by the port of the client. They pass after an hour, or by `expire`."""
-    found: dict[int, Deadline] = {}
-    made, received = connections.BoundedProtocol.connection_made, connections.BoundedProtocol.data_received
-
-    def connection_made(self: connections.BoundedProtocol, transport: asyncio.Transport) -> None:
-        made(self, transport)
-        found[transport.get_extra_info("peername")[1]] = Deadline(self)
-
-    def data_received(self: connections.BoundedProtocol, data: bytes) -> None:
-        received(self, data)
-        found[self.transport.get_extra_info("peername")[1]].received += len(data)
-
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", HOUR)
-    monkeypatch.setattr(connections.BoundedProtocol, "connection_made", connection_made)
-    monkeypatch.setattr(connections.BoundedProtocol, "data_received", data_received)
-    return found
-
-
-def deadline_of(connection: socket.socket, deadlines: dict[int, Deadline], sent: int) -> Deadline:
-    """Return the deadline of a connection after the server has received what was sent."""
-    port = connection.getsockname()[1]
-    wait_for(lambda: port in deadlines and deadlines[port].received >= sent)
-    return deadlines[port]
-
-
-@pytest.mark.parametrize("beginning", BEGINNINGS)
-def test_a_request_that_does_not_arrive_is_closed(
-    guarded: Served, deadlines: dict[int, Deadline], beginning: str
-) -> None:
-    url, _ = guarded
-    # A body is read only after the token was checked, so a request without one has its response already.
-    expected = {"half of the body": 401, "half of a chunked body": 401, "a second request": 200}.get(beginning, 408)
-    with connect(url) as slow:
-        slow.sendall(BEGINNINGS[beginning])
-        deadline = deadline_of(slow, deadlines, len(BEGINNINGS[beginning]))
-        received = slow.recv(65536) if expected != 408 else b""
-        wait_for(lambda: deadline.timer is not None or deadline.protocol.transport.is_closing())
-        deadline.expire()
-        received += rest_of(slow)
-    assert received.startswith(f"HTTP/1.1 {expected}".encode())
-    assert http.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-
-
-@pytest.mark.parametrize("with_token", [True, False])
-def test_the_body_has_a_deadline_too(guarded: Served, deadlines: dict[int, Deadline], with_token: bool) -> None:
-    """With the right token, the application waits for the rest of the body; each byte does not restart the deadline."""
-    url, studio = guarded
-    with connect(url) as slow:
-        known = f"Authorization: Bearer {TOKEN}\r\n".encode() if with_token else b""
-        headers = HEADERS.replace(b"Length: 2", b"Length: 1000") + known + b"\r\n"
-        slow.sendall(headers)
-        deadline = deadline_of(slow, deadlines, len(headers))
-        first, received = deadline.timer, b""
-        if with_token:
-            for number in range(1, 4):
-                slow.sendall(b" ")
-                deadline_of(slow, deadlines, len(headers) + number)
-                assert deadline.timer is first is not None
-        else:
-            received = slow.recv(65536)
-        deadline.expire()
-        received += rest_of(slow)
-    assert received.startswith(b"HTTP/1.1 408" if with_token else b"HTTP/1.1 401")
-    assert studio.engine.idle
-    assert http.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-
-
-def test_a_client_that_does_not_read_is_closed(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its 10,000 pipelined requests have 200 MB of responses, more than the buffers of both sides."""
-    monkeypatch.setattr(connections, "RESPONSE_SECONDS", 0.3)
-    lost, url = threading.Event(), guarded[0]
-    original = connections.BoundedProtocol.connection_lost
-
-    def connection_lost(self: connections.BoundedProtocol, exc: Exception | None) -> None:
-        original(self, exc)
-        lost.set()
-
-    with connect(url) as slow:
-        monkeypatch.setattr(connections.BoundedProtocol, "connection_lost", connection_lost)
-        with contextlib.suppress(ConnectionError):
-            slow.sendall(b"GET /page/style.css HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
-        assert lost.wait(HOUR)
-    assert http.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-
-
-@pytest.mark.parametrize("limit", ["MAX_CONNECTIONS_PER_CLIENT", "MAX_CONNECTIONS"])
-def test_slow_connections_do_not_keep_others_out(guarded: Served, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    """A new connection closes the oldest one that waits, never one with a request in progress."""
-    monkeypatch.setattr(connections, limit, 8)
-    url, studio = guarded
-    body = {"steps": 100, "num_images": 4, "stream": True}
-    with contextlib.ExitStack() as stack:
-        events = stack.enter_context(http.stream("POST", f"{url}/v1/images", json=body, headers=RIGHT))
-        slow = [stack.enter_context(connect(url)) for _ in range(40)]
-        for number, each in enumerate(slow):
-            with contextlib.suppress(ConnectionError):
-                each.sendall(list(BEGINNINGS.values())[number % 4])
-        for _ in range(10):
-            assert http.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-        assert rest_of(slow[0]) == b""  # the oldest
-        assert "event: done" in events.read().decode()
-    wait_for(lambda: studio.engine.idle)
-
-
+@pytest.mark.usefixtures("held")
 def test_more_requests_at_once_than_connections_are_refused(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_CLIENT", 2)
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 3)
     with serving(served_run) as (url, studio), contextlib.ExitStack() as stack:
         body = {"steps": 250, "num_images": 16, "stream": True}
         for _ in range(2):
             stack.enter_context(http.stream("POST", f"{url}/v1/images", json=body))
-        with connect(url) as third:
-            third.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert rest_of(third).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1")
+        assert http.get(f"{url}/health").status_code == 503
         assert not studio.engine.idle
 
 
-def test_guesses_are_checked_one_by_one(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one wrong token the others wait for their turn; a connection that has sent the right one does not."""
-    monkeypatch.setattr(tokens, "GUESS_SECONDS", 1000.0)
-    monkeypatch.setattr(tokens, "MAX_WAITING", 3)
-    monkeypatch.setattr(serve, "SEND_SECONDS", 1)
-    with serving(served_run, TOKEN) as (url, _), httpx.Client(timeout=HOUR) as honest, contextlib.ExitStack() as stack:
-        assert honest.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-        assert http.get(f"{url}/v1/run", headers={"authorization": "Bearer guess"}).status_code == 401
-        # These wait, the right one among them: a fast response would tell a guesser that it is right.
-        for guess in ("first", "second", TOKEN):
-            waiting = stack.enter_context(connect(url))
-            waiting.sendall(
-                f"GET /v1/run HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {guess}\r\n\r\n".encode()
-            )
-        refused = http.get(f"{url}/health", headers={"authorization": "Bearer fourth"})
-        while refused.status_code == 401:  # the others have not arrived yet
-            refused = http.get(f"{url}/health", headers={"authorization": "Bearer fourth"})
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "3000"
-        assert "too many wrong tokens" in refused.json()["error"]["message"]
-        assert honest.get(f"{url}/v1/run", headers=RIGHT).status_code == 200
-        assert http.get(url).status_code == 200  # the page
-    assert tokens._network("2001:db8::1") == tokens._network("2001:db8::ffff") != tokens._network("2001:db8:0:1::1")
+def test_a_stream_that_its_client_does_not_read_is_cancelled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "SEND_TIMEOUT_SECONDS", 0.01)
+
+    async def stream() -> RequestState:
+        events = requests.EventQueue()
+        request = RequestState(GenerationRequest(SampleSettings()), served[1].models.get("experts"), events.put)
+
+        async def wait(*_: object) -> Any:
+            await asyncio.sleep(HOUR)
+
+        await requests.EventStream(request, events)({"type": "http", "asgi": {"spec_version": "2.3"}}, wait, wait)
+        return request
+
+    # In a thread of its own: other tests of this process leave an event loop behind.
+    with ThreadPoolExecutor(1) as thread:
+        request = thread.submit(asyncio.run, stream()).result(HOUR)
+    assert request.end_requested is not None
 
 
-def test_after_a_wrong_token_the_right_one_works(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "GUESS_SECONDS", 0.01)
+def test_after_a_wrong_token_the_right_one_works(served_run: Path) -> None:
     forged = {"x-forwarded-for": "192.0.2.1", "forwarded": "for=192.0.2.1"}
     with serving(served_run, TOKEN) as (url, studio):
         for guess in ("", "Bearer", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"bearer {TOKEN}", TOKEN):
@@ -336,4 +177,3 @@ def test_a_random_token_is_printed_and_a_given_one_is_not(served_run: Path, tmp_
             process.terminate()
         for process in processes:
             process.join(HOUR)
-    assert tokens.random_token() != tokens.random_token()
