@@ -159,8 +159,8 @@ def test_steps_do_not_wait_while_a_checkpoint_is_written(own_run: Path, monkeypa
 
 def test_a_copy_of_the_state_is_pinned_only_within_the_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     state, processes = torch.arange(64.0), DistContext(0, 1, torch.device("cuda", 0))
-    for processes, pinned in ((1, True), (pinned_budget(), False)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    for siblings, pinned in ((1, True), (pinned_budget(), False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(siblings))
         copy = HostCopy(processes)
         copy.take({"state": state.to(processes.device)})
         _, data = copy.parts()
