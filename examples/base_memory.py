@@ -18,6 +18,7 @@ from atoll.core.networks import BaseConfig, LoraSpec, TraceSpec
 from atoll.core.presets import PRESETS
 from atoll.data.shapes import DataShapes
 from atoll.experts.cost import image_cost
+from atoll.nets.base import BaseExpert
 from atoll.train.estimate import job_bytes
 
 NETWORKS = {
@@ -32,7 +33,7 @@ NETWORKS = {
 PACKED = 16
 
 
-def base_config(name: str, rank: int, factor: int) -> BaseConfig:
+def base_config(name: str, lora: LoraSpec, factor: int) -> BaseConfig:
     """Return the specification of an expert; of the trace, only the kind of the state has an effect."""
     with torch.device("meta"):
         fields = json.loads(json.dumps(dict(getattr(diffusers, name)().config), default=str))
@@ -40,7 +41,7 @@ def base_config(name: str, rank: int, factor: int) -> BaseConfig:
     trace = TraceSpec("state", shape, False, "time", 1.0, 0.0, 1, {}, (), {})
     network = {key: value for key, value in fields.items() if not key.startswith("_")}
     channels = network["in_channels"]
-    return BaseConfig("local", "0" * 64, name, network, channels, trace, LoraSpec(rank=rank, alpha=float(rank)))
+    return BaseConfig("local", "0" * 64, name, network, channels, trace, lora)
 
 
 def main() -> None:
@@ -50,18 +51,20 @@ def main() -> None:
         parser.add_argument(option, type=int, default=default)
     options = parser.parse_args()
     batches = [configuration.resolve(PRESETS["base"], {"train.batch_size": size}).train for size in ("1", "4")]
-    print(
-        "| network | parameters | adapter | base in memory | job, 1 image | job, 4 images |\n|---|---|---|---|---|---|"
-    )
+    print("| network | parameters | adapter | base | base in memory | job, 1 image | job, 4 images |")
+    print("|---|---|---|---|---|---|---|")
     for name, factor in NETWORKS.items():
-        config = base_config(name, options.rank, factor)
-        shapes = DataShapes((config.channels, *[options.resolution // factor] * 2), None, ())
-        cost = image_cost(config, shapes)
-        cuda = torch.device("cuda")
-        jobs = [job_bytes(config, shapes, settings, device=cuda) / 2**30 for settings in batches]
-        cells = [f"{cost.frozen / 1e9:.1f} B", f"{cost.parameters / 1e6:.0f} M", f"{2 * cost.frozen / 2**30:.1f} GiB"]
-        cells += [f"{job:.0f} GiB" for job in jobs]
-        print(f"| `{name}` | {' | '.join(cells)} |")
+        for quantization in (None, "int8"):
+            config = base_config(name, LoraSpec(options.rank, float(options.rank), quantize=quantization), factor)
+            shapes = DataShapes((config.channels, *[options.resolution // factor] * 2), None, ())
+            cost = image_cost(config, shapes)
+            with torch.device("meta"):
+                outline = BaseExpert(config)
+            jobs = [job_bytes(config, shapes, settings, device=torch.device("cuda")) for settings in batches]
+            sizes = [f"{outline.frozen_bytes(2) / 2**30:.1f} GiB", *(f"{job / 2**30:.0f} GiB" for job in jobs)]
+            counts = [f"`{name}`", f"{cost.frozen / 1e9:.1f} B", f"{cost.parameters / 1e6:.0f} M"]
+            cells = [*(["", "", ""] if quantization else counts), quantization or "bfloat16", *sizes]
+            print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
+import atoll
 from atoll import cli
+from atoll.nets.base import BaseExpert
+from atoll.nets.quantization import Int8Linear
 from base.conftest import Copy, draw, write_settings
 
 PROMPTS = ("a red cube", "a blue ball", "a green cross, far away on a hill")
@@ -77,6 +80,20 @@ def test_without_an_adapter_the_whole_base_is_trained(new_run: Copy, base: Path,
         tensors = [file.get_tensor(f"network.{name}") for file in (own, other)] + [whole.get_tensor(name)]
     assert not any(tensors[a].equal(tensors[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
     assert len(sample(run, tmp_path / "out", PROMPTS[0], "--routing", "nearest")) == 1
+
+
+def test_an_int8_base_is_that_of_training_and_sampling(
+    new_run: Copy, trained_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(networks={"default": {"lora": {"quantize": "int8"}}}, train={"total_images": 16})
+    assert cli.main(["train", str(run), "--expert", "0"]) == 0
+    options = ("a red cube", "--model", "expert:0")
+    assert len(sample(run, tmp_path / "out", *options, "--quantize", "int8")) == 1
+    expert = atoll.load(run, "expert:0").ensemble.cache.get(0).expert.network
+    assert isinstance(expert, BaseExpert)
+    assert any(isinstance(layer, Int8Linear) for layer in expert.base.modules())
+    assert cli.main(["sample", str(trained_base), *options, "--quantize", "int8"]) == 2
+    assert "trained on a base that is not quantized; omit --quantize" in capsys.readouterr().err
 
 
 def test_images_of_several_sizes(base: Path, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from atoll import cli
 from atoll.core import config as configuration
@@ -16,12 +18,14 @@ from atoll.core.networks import LoraSpec
 from atoll.data.dataset import Shards
 from atoll.experts.expert import condition_of
 from atoll.nets import build
-from atoll.nets.base import BaseExpert, open_base
+from atoll.nets.base import BaseExpert, open_base, opened_base
+from atoll.nets.quantization import Int8Linear
 from atoll.train import resolve_job, train_job
 from atoll.train.estimate import fitting_settings, job_bytes
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec
-from base.conftest import Copy
+from base.conftest import FAMILY, Copy
+from base.tiny import pipeline
 from train.ranks import log, no_hook, run_ranks
 from train.workers import assert_same_weights, weights
 
@@ -41,8 +45,10 @@ class StopAt:
         assert checkpoint.path("manifest.json").is_file()
 
 
-@pytest.mark.parametrize("lora", [{}, {"dropout": 0.2}, None], ids=["adapter", "dropout", "whole"])
-def test_an_interrupted_job_resumes_to_the_same_weights(lora: dict[str, float] | None, new_run: Copy) -> None:
+@pytest.mark.parametrize(
+    "lora", [{}, {"dropout": 0.2}, {"quantize": "int8"}, None], ids=["adapter", "dropout", "int8", "whole"]
+)
+def test_an_interrupted_job_resumes_to_the_same_weights(lora: dict[str, Any] | None, new_run: Copy) -> None:
     straight, broken = (new_run(name, networks={"default": {"lora": lora}}) for name in ("straight", "broken"))
     for run in (straight, broken):
         spec = spec_of(run)
@@ -108,6 +114,10 @@ def test_memory_is_that_of_the_frozen_base_and_of_the_trained_adapter(prepared_b
     # Frozen weights in bfloat16; weights, two moments, EMAs and gradient or cast of the adapter.
     expected = 2 * base + 4 * adapter * (3 + len(settings.ema))
     assert expected < found < expected + 4 * adapter + (1 << 30)
+    assert large.lora is not None
+    small = replace(large, lora=replace(large.lora, quantize="int8"))
+    saved = found - job_bytes(small, spec.shapes, settings, device=gpu, objective=spec.objective)
+    assert 0.95 * base < saved <= base  # a byte of two, of all linear layers
     assert fitting_settings(replace(spec, network=large))[12] is None
     needed = fitting_settings(replace(spec, settings=settings.model_copy(update={"batch_size": 1 << 18})))
     assert "--train.grad_accum_steps" in str(needed[12])
@@ -115,3 +125,37 @@ def test_memory_is_that_of_the_frozen_base_and_of_the_trained_adapter(prepared_b
 
 def spec_of(run: Path) -> TrainSpec:
     return resolve_job(run, configuration.load(run), "expert", expert=0)
+
+
+def test_gradients_of_an_int8_base_are_those_of_its_expanded_weights(prepared_base: Path) -> None:
+    spec = spec_of(prepared_base)
+    config = replace(spec.network, lora=LoraSpec(rank=2, quantize="int8"))
+    batch = Shards.open(prepared_base, [0], "train").read(np.arange(2))
+    x, t, condition = batch.mean.float(), torch.tensor([100.0, 900.0]), condition_of(batch, spec.conditioning)
+    expert = BaseExpert(config)
+    expanded = pipeline(FAMILY).transformer.requires_grad_(False)
+    linear = [layer for layer in expanded.modules() if isinstance(layer, nn.Linear)]
+    for layer in linear:
+        layer.weight.data = Int8Linear(layer).weight
+    with opened_base(config, expanded):
+        reference = BaseExpert(config)
+    with torch.no_grad():
+        for name, weight in expert.named_parameters():
+            weight.normal_(std=0.1)
+            reference.get_parameter(name).copy_(weight)
+    outputs = []
+    for own in (expert, reference):
+        outputs.append(own(x, t, condition))
+        outputs[-1].square().mean().backward()
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    for name, weight in expert.named_parameters():
+        torch.testing.assert_close(weight.grad, reference.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
+    assert sum(isinstance(layer, Int8Linear) for layer in expert.base.modules()) == len(linear)
+
+    # Its memory, as the dry run counts it, but for one scale for each row
+    parts = {**dict(expert.base.named_parameters()), **dict(expert.base.named_buffers())}
+    used = sum(part.nbytes for name, part in parts.items() if ".lora_" not in name and not name.endswith(".scale"))
+    with torch.device("meta"):
+        outline = build(config)
+    assert isinstance(outline, BaseExpert)
+    assert outline.frozen_bytes(4) == used

@@ -12,9 +12,9 @@ from PIL import Image
 import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
-from atoll.experts.expert import Int8Linear, quantize
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
+from atoll.nets.quantization import Int8Linear, quantize
 from ensemble.runs import read_settings, write_run
 
 PROMPTS = ["a red circle", "a green square"]

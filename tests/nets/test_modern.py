@@ -11,7 +11,6 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import FAMILIES, SIZES
 from atoll.data.shapes import DataShapes
 from atoll.experts.cost import image_cost
-from atoll.experts.expert import quantize
 from atoll.nets import (
     NAMES,
     Condition,
@@ -26,6 +25,7 @@ from atoll.nets import (
 from atoll.nets.blocks import transformer_blocks
 from atoll.nets.layers import Mlp, SwiGlu, modulated_norm
 from atoll.nets.positions import BASE, rotate, rotation
+from atoll.nets.quantization import quantize
 
 CPU = torch.device("cpu")
 MODERN = {"width": 48, "depth": 3, "heads": 2, "size": 16, **FAMILIES["ModernDiT"]}

@@ -300,6 +300,8 @@ class LoraSpec:
     targets: Literal["auto"] | tuple[str, ...] = "auto"
     """Names of linear layers, or their ends; auto is all linear layers but the last one."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    quantize: Literal["int8"] | None = None
+    """Precision of the linear layers of the frozen base, in training and in sampling; None is that of the rest."""
 
 
 @dataclass(frozen=True, config=_CHECKED)

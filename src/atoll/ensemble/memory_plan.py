@@ -110,7 +110,7 @@ def plan_memory(
         parts["weights file during conversion"] = max(reference.size for reference in references)
     codec = encoders.autoencoder()
     if isinstance(codec, BasePipeline):
-        parts["base network"] = weight_bytes(network.base) if isinstance(network, BaseExpert) else 0
+        parts["base network"] = network.frozen_bytes(itemsize) if isinstance(network, BaseExpert) else 0
         modules = [part for part in codec.pipe.components.values() if isinstance(part, nn.Module)]
         # One of them is on the device at a time.
         parts["largest encoder"] = max(map(weight_bytes, modules))

@@ -17,11 +17,10 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from atoll import flow
 from atoll.core.device import constant
-from atoll.core.errors import AtollError, unknown
+from atoll.core.errors import AtollError
 from atoll.core.manifests import BridgeSpec, ExpertContent, LatentSpec, NetworkContent, TextSpec
 from atoll.core.networks import NetworkConfig
 from atoll.core.sizes import Size
@@ -37,9 +36,6 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 """Relative difference of the channels' scales up to which they count as one. Statistics that were written and read as
 decimal numbers differ by far less, and those of different data by far more."""
-QUANTIZATIONS = ("int8",)
-LEVELS = 127
-"""Largest number: int8 has 127 levels on each side of 0, and -128 is not used, so that the grid is symmetric."""
 
 
 @dataclass(frozen=True)
@@ -294,44 +290,3 @@ def open_router(reference: NetworkReference, options: DeviceOptions) -> OpenRout
     if not isinstance(network, Router):
         raise AtollError(f"{reference.declaration.name} is a {type(network).__name__}, not a router")
     return OpenRouter(reference.declaration, network, options.dtype)
-
-
-class Int8Linear(nn.Module):
-    """A linear layer with an int8 weight: numbers (out, in) in -127 … 127 and one scale for each row (out, 1).
-
-    The weight, scale · number, is expanded to the precision of the network when it is used, so quantization saves
-    memory, not arithmetic.
-    """
-
-    numbers: Tensor
-    scale: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        # A row of zeros would have scale 0 and divide by it.
-        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / LEVELS
-        self.register_buffer("numbers", (weight / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale.to(linear.weight.dtype))
-        self.bias = linear.bias
-
-    @property
-    def weight(self) -> Tensor:
-        """The expanded weight. Networks read the dtype of a layer's weight to cast their inputs."""
-        return self.numbers.to(self.scale.dtype) * self.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer as nn.Linear does."""
-        return functional.linear(x, self.weight, self.bias)
-
-
-def quantize(network: nn.Module, kind: str) -> nn.Module:
-    """Replace every linear layer of a network in place."""
-    if kind not in QUANTIZATIONS:
-        raise AtollError(unknown("quantization", kind, QUANTIZATIONS))
-    for name, child in list(network.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(network, name, Int8Linear(child))
-        else:
-            quantize(child, kind)
-    return network

@@ -33,10 +33,13 @@ from torch import Tensor, nn
 from atoll.core.device import ASYNCHRONOUS, upload
 from atoll.core.errors import AtollError
 from atoll.core.host_memory import pinned_budget, pinned_size
+from atoll.core.networks import BaseConfig
 from atoll.encoders.autoencoder import Statistics
 from atoll.experts.batch_conditions import BatchConditions, replace_rows
-from atoll.experts.expert import DeviceOptions, NetworkReference, OpenExpert, Rescaling, quantize, select_parts
+from atoll.experts.expert import DeviceOptions, NetworkReference, OpenExpert, Rescaling, select_parts
 from atoll.nets import Condition, DiT, PreparedCondition
+from atoll.nets.base import BaseExpert
+from atoll.nets.quantization import quantize
 
 PROBES = 4
 """States on which the error of quantized weights is measured: four times from 0.1 to 0.9, in two forward passes."""
@@ -146,6 +149,12 @@ class ExpertCache:
         for reference in self.references:
             declaration = reference.declaration
             Rescaling.between(self.normalization, declaration.statistics, declaration.name)  # raises an error if not
+            network, kind = declaration.network, self.device_options.quantize
+            if kind and isinstance(network, BaseConfig) and (network.lora is None or network.lora.quantize != kind):
+                raise AtollError(
+                    f"{declaration.name} was trained on a base that is not quantized; omit --quantize, or train it "
+                    f"with networks.default.lora.quantize: {kind}"
+                )
         options = self.device_options
         self.devices = tuple(self.devices) or spread_experts(self.references, options.devices or (options.device,))
 
@@ -215,8 +224,10 @@ class ExpertCache:
 
     def _copies_ahead(self, number: int) -> bool:
         """Return whether an expert goes to its device through pinned memory."""
-        # Do not prefetch quantized experts: they are quantized on the device.
-        return self.devices[number].type in ASYNCHRONOUS and not self.device_options.quantize
+        # Do not prefetch quantized experts: they are quantized on the device. Nor adapters: to open one changes the
+        # layers of the base, with which another expert may be computing.
+        shared = isinstance(self.references[number].declaration.network, BaseConfig)
+        return self.devices[number].type in ASYNCHRONOUS and not self.device_options.quantize and not shared
 
     def _load(self, number: int) -> LoadedExpert:
         declaration, device, copied = self.references[number].declaration, self.devices[number], None
@@ -233,7 +244,7 @@ class ExpertCache:
                     copied = torch.Event(device)
                     copied.record(side)
         expert = OpenExpert.of(declaration, network, self.normalization, options.dtype)
-        if options.quantize:
+        if options.quantize and not isinstance(network, BaseExpert):  # whose base was quantized when it was opened
             self.quantization_error[declaration.name] = _quantize_and_measure(expert, options.quantize, device)
         return LoadedExpert(expert, device, copied)
 

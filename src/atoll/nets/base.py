@@ -25,10 +25,13 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import BaseConfig, TraceSpec
 from atoll.nets.arguments import Arguments, join
 from atoll.nets.conditioning import Condition
+from atoll.nets.quantization import quantize
 
 FOLDERS: dict[str, Path] = {}
 """Folders of base networks on this machine, by the fingerprint of their files. Whoever opens a run adds its base."""
-_open: "weakref.WeakValueDictionary[tuple[str, torch.dtype], nn.Module]" = weakref.WeakValueDictionary()
+_open: "weakref.WeakValueDictionary[tuple[str, torch.dtype, str | None], nn.Module]" = weakref.WeakValueDictionary()
+_active: "weakref.WeakKeyDictionary[nn.Module, list[tuple[str, Any]]]" = weakref.WeakKeyDictionary()
+"""The adapted layers of the expert that each base last computed with, and their paths."""
 _names = itertools.count()
 
 
@@ -43,27 +46,35 @@ def open_base(config: BaseConfig) -> nn.Module:
     if torch.get_default_device().type == "meta":
         network: nn.Module = kind.from_config(dict(config.network))
         return network.requires_grad_(False)
-    dtype = compute_dtype(device())
-    key = (config.weights, dtype)
+    key = _, dtype, quantization = _key(config)
     if config.lora is None or key not in _open:
-        folder = FOLDERS.get(config.weights)
-        if folder is None:
-            raise AtollError(
-                f"the base {config.base} of this network is not here; get it, and set networks.default.base in "
-                f"atoll.yaml to its folder (fingerprint {config.weights[:16]})"
-            )
+        folder = base_folder(config)
         network = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
         network.eval().requires_grad_(False)
         if config.lora is None:  # trained as a whole, so not shared
             return network.float()
-        _open[key] = network
+        _open[key] = network if quantization is None else quantize(network, quantization)
     return _open[key]
+
+
+def base_folder(config: BaseConfig) -> Path:
+    """Return the folder of a base network on this machine."""
+    if config.weights not in FOLDERS:
+        raise AtollError(
+            f"the base {config.base} of this network is not here; get it, and set networks.default.base in atoll.yaml "
+            f"to its folder (fingerprint {config.weights[:16]})"
+        )
+    return FOLDERS[config.weights]
+
+
+def _key(config: BaseConfig) -> tuple[str, torch.dtype, str | None]:
+    return config.weights, compute_dtype(device()), config.lora.quantize if config.lora else None
 
 
 @contextmanager
 def opened_base(config: BaseConfig, network: nn.Module) -> Iterator[None]:
     """Let experts that are opened meanwhile use a network that is in memory already, instead of their own base."""
-    key = (config.weights, compute_dtype(device()))
+    key = _key(config)
     before = _open.get(key)
     _open[key] = network
     try:
@@ -92,6 +103,7 @@ class BaseExpert(nn.Module):
         for path, layer in self._layers:
             for part in ("lora_A", "lora_B", "lora_dropout"):  # a dropout has no weights, but is off in sampling
                 _attach(self, f"{path}.{part}", getattr(layer, part)[self._adapter].float())
+        self.activate()  # peft has done so, but not switched off the adapters of other layers
         self.remove = weakref.finalize(self, _remove, base, self._layers, self._adapter)
         """Remove the adapter from the base; the base is as before when its last adapter is gone."""
 
@@ -99,6 +111,18 @@ class BaseExpert(nn.Module):
     def base(self) -> nn.Module:
         """The network that its experts share."""
         return self._base[0]
+
+    def frozen_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the base's weights in memory, if `self` was built on the meta device, without weights."""
+        if self.config.lora is None:
+            return 0
+        linear = nn.Linear if self.config.lora.quantize else ()
+        layers = [layer for path, layer in self.base.named_modules() if ".lora_" not in path]
+        return sum(
+            weight.numel() * (1 if name == "weight" and isinstance(layer, linear) else itemsize)
+            for layer in layers
+            for name, weight in layer.named_parameters(recurse=False)
+        )
 
     def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
         """Return velocities of noisy latents x (batch, C, H, W) at timesteps from 0 to 1000."""
@@ -131,8 +155,21 @@ class BaseExpert(nn.Module):
 
     def activate(self, others: Mapping[str, Sequence[str]] | None = None) -> None:
         """Let the base compute with this adapter, and with `others`, which are names of adapters by layer."""
+        base, others = self._base[0], others or {}
+        # The expert before may adapt layers that this one does not.
+        for path, layer in _active.get(base, ()):
+            layer._active_adapter = list(others.get(path, ()))
         for path, layer in self._layers:
-            layer._active_adapter = [*(others or {}).get(path, ()), self._adapter]
+            layer._active_adapter = [*others.get(path, ()), self._adapter]
+        _active[base] = self._layers
+
+    def merge(self) -> nn.Module:
+        """Add the adapter to the weights of the base, remove it, and return the base."""
+        for _, layer in self._layers:
+            layer.merge(adapter_names=[self._adapter])
+        if self._layers:
+            self.remove()
+        return self.base
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the base, too. Its dtype stays: an adapter in float32 does not need a base in float32."""

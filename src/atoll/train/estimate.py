@@ -32,6 +32,7 @@ from atoll.ensemble.memory_plan import HEAP, activation_bytes, stream_size
 from atoll.experts.cost import BACKWARD, Cost, image_cost, measured_rate, parameter_count
 from atoll.experts.validation import BATCH
 from atoll.nets import build
+from atoll.nets.base import BaseExpert
 from atoll.nets.blocks import transformer_blocks
 from atoll.train.align import AlignmentSpec
 from atoll.train.muon import shares_of
@@ -77,7 +78,7 @@ def job_bytes(
 ) -> int:
     """Estimate the peak memory of one process of a training job; `objective` is None for routers and students.
 
-        base          frozen weights of a base network with an adapter, in bfloat16 on a GPU
+        base          frozen weights of a base network with an adapter, in bfloat16 on a GPU, or in int8
         state         weights, moments of the optimizer and EMAs, in float32
         gradients     in float32; released after every step, or kept between micro-batches and by DDP
         activations   what the backward pass needs: outputs of all linear and convolutional layers, times a constant
@@ -133,7 +134,8 @@ def job_bytes(
         itemsize = AUTOCAST_ITEMSIZE if half else FLOAT
         passing = activation_bytes(outline, shapes.largest, rows=rows, itemsize=itemsize)
         most = max(most, weights + casts + passing + (gradients if replicated else 0))
-    frozen = (FLOAT if device.type == "cpu" else HALF) * cost.frozen
+    itemsize = FLOAT if device.type == "cpu" else HALF
+    frozen = outline.frozen_bytes(itemsize) if isinstance(outline, BaseExpert) else 0
     return frozen + (2 * state + int(HEAP * most) if device.type == "cpu" else WORKSPACE + state + most)
 
 
