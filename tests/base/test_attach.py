@@ -247,7 +247,7 @@ import torch, diffusers
 from peft import PeftModel
 from safetensors.torch import save_file
 
-base, adapter, target, options = sys.argv[1:]
+base, adapter, whole, target, options = sys.argv[1:]
 
 def latents(pipe):
     pipe.set_progress_bar_config(disable=True)
@@ -266,6 +266,9 @@ pipe.transformer = PeftModel.from_pretrained(pipe.transformer, adapter)
 found["peft"] = latents(pipe)
 pipe.transformer = pipe.transformer.merge_and_unload()
 found["merged"] = latents(pipe)
+network = diffusers.AutoModel.from_pretrained(whole)
+pipe = diffusers.DiffusionPipeline.from_pretrained(base, transformer=network)
+found["whole"] = latents(pipe)
 save_file(found, target)
 """
 
@@ -273,22 +276,26 @@ save_file(found, target)
 def test_exported_adapters_open_with_diffusers_and_peft_without_atoll(case: Case, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    target = tmp_path / "found.safetensors"
+    target, whole = tmp_path / "found.safetensors", tmp_path / "whole"
+    export(case.run, whole, "expert:1", merge=True)
     options: dict[str, Any] = {"prompt": PROMPTS, "num_inference_steps": 2}
     options |= {"height": 64, "width": 64, "max_sequence_length": 48, **PLAIN[case.family]}
-    command = [sys.executable, "-c", FRESH, case.base, case.exported / "expert_1", target, json.dumps(options)]
+    command = [sys.executable, "-c", FRESH, case.base, case.exported / "expert_1", whole, target, json.dumps(options)]
     subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, cwd=tmp_path)
     found = load_file(target)
     pipe = case.open()
     atoll.attach(pipe, case.run, routing="oracle", cluster=1)
     wanted = latents(pipe, PROMPTS, [0, 1], **PLAIN[case.family])
-    for name, adapter in (("diffusers", "fused"), ("peft", "merged")):
+    for name, adapter in (("diffusers", "fused"), ("peft", "merged"), ("diffusers", "whole")):
         close(found[name], wanted)
         error = (found[adapter] - found[name]).square().mean() / found[name].square().mean()
         assert error.sqrt() <= 1e-6
     adapters = json.loads((case.exported / "adapters.json").read_text())
     assert adapters["base"]["component"] == "transformer"
     assert (case.exported / "router" / "declaration.json").is_file()
+    assert str(case.base) not in (whole / "config.json").read_text()
+    with pytest.raises(AtollError, match="choose it with --model expert:K"):
+        export(case.run, tmp_path / "all", merge=True)
 
 
 @pytest.mark.parametrize("family", ["flux", "klein", "qwenimage"])

@@ -153,7 +153,7 @@ def verify(folder: Path, index: ModelIndex) -> dict[str, NetworkFolder]:
 
 def remove_source_paths(folder: Path) -> None:
     """Remove the local paths that diffusers and transformers write into configurations."""
-    for pattern in (INDEX_FILE, "*/config.json", "*/tokenizer_config.json"):
+    for pattern in (INDEX_FILE, "config.json", "*/config.json", "*/tokenizer_config.json"):
         for file in folder.glob(pattern):
             values = json.loads(file.read_text(encoding="utf-8"))
             kept = {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
 from atoll.core import config as configuration
@@ -53,17 +54,28 @@ from atoll.experts.pipeline_folder import (
     remove_source_paths,
 )
 from atoll.experts.run import open_run
+from atoll.nets.base import BaseExpert, base_folder, opened_base
 from atoll.nets.io import read_files, write_weights
+from atoll.nets.quantization import Int8Linear
 from atoll.verify.local_trust import copy_trust, open_network
 from atoll.verify.verified_files import VerifiedFiles
 
 
-def export(run: Path, destination: Path, model: str = "experts", *, license: str | None = None) -> Manifest:
-    """Write a model of a run. A finished export is left as it is; a folder with other content is an error."""
+def export(
+    run: Path, destination: Path, model: str = "experts", *, license: str | None = None, merge: bool = False
+) -> Manifest:
+    """Write a model of a run. A finished export is left as it is; a folder with other content is an error.
+
+    With `merge`, the network of one expert on a base is written as a whole: the base with the adapter in its weights.
+    """
     if (run / layout.CONFIG_FILE).is_file():
-        opened = open_run(run, model, strict=True, find_base=False)
+        opened = open_run(run, model, strict=True, find_base=merge)
         if isinstance(opened.experts[0].declaration.network, BaseConfig):
+            if merge:
+                return _export_merged(run, destination, model, opened)
             return _export_adapters(run, destination, model, opened, license)
+    if merge:
+        raise AtollError(f"{run}: only experts on a base model are merged with it")
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
     # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
@@ -219,6 +231,36 @@ def _export_adapters(run: Path, destination: Path, model: str, opened: ModelRefe
     if not (folder / CARD_FILE).exists():
         (folder / CARD_FILE).write_text(_adapter_card(folder.name, base, slot, len(jobs), license), encoding="utf-8")
     return manifest
+
+
+def _export_merged(run: Path, destination: Path, model: str, opened: ModelReference) -> Manifest:
+    """Write one expert as a network that diffusers opens, in the precision of the base's files."""
+    import diffusers
+
+    if len(opened.experts) > 1:
+        raise AtollError("--merge needs one expert; choose it with --model expert:K")
+    reference = opened.experts[0]
+    config = reference.declaration.network
+    assert isinstance(config, BaseConfig)
+    trained = _verified(run, [reference.declaration.name], router=False)
+    artifact = _folder(run, destination)
+    made_from = {"model": model, "merge": True, "networks": {job: made.digest for job, made in trained.items()}}
+    if artifact.begin(PIPELINE, made_from) is None:
+        folder = base_folder(config)
+        with safe_open(next(folder.glob("*.safetensors")), "pt") as stored:
+            dtype = stored.get_tensor(stored.keys()[0]).dtype
+        base = getattr(diffusers, config.network_class).from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        for layer in base.modules() if config.lora and config.lora.quantize else ():
+            if isinstance(layer, nn.Linear):  # the weights that the adapter was trained with
+                layer.weight.data = Int8Linear(layer).weight
+        with opened_base(config, base):
+            expert = reference.open()
+        assert isinstance(expert, BaseExpert)
+        network: Any = expert.merge()
+        network.to(dtype).save_pretrained(artifact.folder)
+        remove_source_paths(artifact.folder)
+        artifact.commit(PipelineContent(experts=1, model=model))
+    return artifact.open(PIPELINE, verify=True)
 
 
 def _write_adapter(folder: Path, config: BaseConfig, state: Mapping[str, Tensor], slot: str) -> None:
