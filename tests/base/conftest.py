@@ -33,12 +33,17 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def draw(folder: Path, sizes: tuple[tuple[int, int], ...] = ((64, 64),), count: int = 48) -> Path:
-    """Draw figures of four kinds with captions, in images of some sizes (width, height) in turn."""
+def draw(
+    folder: Path,
+    sizes: tuple[tuple[int, int], ...] = ((64, 64),),
+    count: int = 48,
+    kinds: tuple[tuple[str, str], ...] = KINDS,
+) -> Path:
+    """Draw figures of some kinds with captions, in images of some sizes (width, height) in turn."""
     folder.mkdir()
     rng, rows = np.random.default_rng(0), [("file_name", "text")]
     for number in range(count):
-        color, kind = KINDS[number % 4]
+        color, kind = kinds[number % len(kinds)]
         image = Image.new("RGB", sizes[number % len(sizes)], "white")
         pen, (x, y) = ImageDraw.Draw(image), map(int, rng.integers(4, 30, 2))
         box = (x, y, x + 24, y + (8 if kind == "bar" else 24))

@@ -12,12 +12,13 @@ from atoll.cli.verb import RunFolder
 
 @dataclass
 class Convert:
-    """Convert checkpoints from or to DiT, SiT, PixArt or Paris."""
+    """Convert checkpoints from or to DiT, SiT, PixArt or Paris, or add a LoRA file to a run."""
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
     """A .pt, .pth or .safetensors file, or a folder that contains one."""
     destination: Annotated[Positional[Path], arg(metavar="DST")]
-    """Folder to write: config.json, the weights, and conversion.json with a record of all changes."""
+    """Folder to write: config.json, the weights, and conversion.json with a record of all changes. With --expert: a
+    run on a base model."""
     to: str = "atoll"
     """Target layout: atoll, flow-matching (as in HDDM), dit, sit, pixart, diffusers-dit, diffusers-pixart, paris or
     paris-router."""
@@ -39,6 +40,12 @@ class Convert:
     """Number of classes of a DiT or SiT, without the null class."""
     seed: int = 0
     """flow-matching: seed of the new weights."""
+    expert: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: none)")] = None
+    """LoRA file: number of the expert that it becomes in the run DST."""
+    images: Annotated[str | None, arg(metavar="SOURCE", help_behavior_hint="(default: generated for --prompts)")] = None
+    """LoRA file: images with captions, by which `nearest` routing finds the expert."""
+    prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """LoRA file, without images: text file with a prompt in each line, for which it generates them."""
     force: bool = False
     """Write into a folder that is not empty."""
     json: bool = False
@@ -46,6 +53,14 @@ class Convert:
 
     def run(self) -> None:
         """Convert, and print a summary."""
+        if self.expert is not None:
+            from atoll.apps.models.lora_files import join
+
+            lines = self.prompts.read_text(encoding="utf-8").splitlines() if self.prompts else []
+            prompts = [line for line in lines if line.strip()]
+            made = join(self.source, self.destination, self.expert, images=self.images, prompts=prompts)
+            print(json.dumps(made.content) if self.json else f"expert {self.expert} of {self.destination}: done")
+            return
         from rich.console import Console
 
         from atoll.apps.models.convert import CONVERSION_FILE, as_table, convert
@@ -78,6 +93,8 @@ class Export:
     """Folder to write."""
     model: str = "experts"
     """Model to export: experts (with the router), expert:K, monolith, student or merged."""
+    merge: bool = False
+    """On a base model: write one expert as a whole network, with its adapter in the weights of the base."""
     license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
     """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False
@@ -88,12 +105,16 @@ class Export:
         from atoll.apps.models.export import export
         from atoll.experts.pipeline_folder import INDEX_FILE
 
-        made = export(self.folder, self.destination, self.model, license=self.license)
+        made = export(self.folder, self.destination, self.model, license=self.license, merge=self.merge)
         if self.json:
             print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
             return
         size = sum(entry.size for entry in made.files.values())
-        print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB; its card is README.md. To use it:")
+        card = "" if self.merge else "; its card is README.md"
+        print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB{card}. To use it:")
+        if self.merge:
+            print(f'  the network of its pipeline: AutoModel.from_pretrained("{self.destination}") of diffusers')
+            return
         if not (self.destination / INDEX_FILE).is_file():
             print(f'  pipe.load_lora_weights("{self.destination}/expert_0"), or atoll.attach(pipe, "{self.folder}")')
             return
