@@ -9,6 +9,7 @@ prompt and the context of the device.
 
 import argparse
 import json
+from dataclasses import replace
 
 import diffusers
 import torch
@@ -18,7 +19,6 @@ from atoll.core.networks import BaseConfig, LoraSpec, TraceSpec
 from atoll.core.presets import PRESETS
 from atoll.data.shapes import DataShapes
 from atoll.experts.cost import image_cost
-from atoll.nets.base import BaseExpert
 from atoll.train.estimate import job_bytes
 
 NETWORKS = {
@@ -54,17 +54,17 @@ def main() -> None:
     print("| network | parameters | adapter | base | base in memory | job, 1 image | job, 4 images |")
     print("|---|---|---|---|---|---|---|")
     for name, factor in NETWORKS.items():
-        for quantization in (None, "int8"):
-            config = base_config(name, LoraSpec(options.rank, float(options.rank), quantize=quantization), factor)
-            shapes = DataShapes((config.channels, *[options.resolution // factor] * 2), None, ())
-            cost = image_cost(config, shapes)
-            with torch.device("meta"):
-                outline = BaseExpert(config)
-            jobs = [job_bytes(config, shapes, settings, device=torch.device("cuda")) for settings in batches]
-            sizes = [f"{outline.frozen_bytes(2) / 2**30:.1f} GiB", *(f"{job / 2**30:.0f} GiB" for job in jobs)]
-            counts = [f"`{name}`", f"{cost.frozen / 1e9:.1f} B", f"{cost.parameters / 1e6:.0f} M"]
-            cells = [*(["", "", ""] if quantization else counts), quantization or "bfloat16", *sizes]
-            print(f"| {' | '.join(cells)} |")
+        config = base_config(name, LoraSpec(options.rank, float(options.rank)), factor)
+        shapes = DataShapes((config.channels, *[options.resolution // factor] * 2), None, ())
+        cost, cuda = image_cost(config, shapes), torch.device("cuda")
+        sizes = [2 * cost.frozen, *(job_bytes(config, shapes, settings, device=cuda) for settings in batches)]
+        # A quantized base saves the same in all of them.
+        small = replace(config, lora=LoraSpec(options.rank, float(options.rank), quantize="int8"))
+        saved = sizes[1] - job_bytes(small, shapes, batches[0], device=cuda)
+        counts = [f"`{name}`", f"{cost.frozen / 1e9:.1f} B", f"{cost.parameters / 1e6:.0f} M"]
+        for cells, less in (([*counts, "bfloat16"], 0), (["", "", "", "int8"], saved)):
+            base, *jobs = ((size - less) / 2**30 for size in sizes)
+            print(f"| {' | '.join([*cells, f'{base:.1f} GiB', *(f'{job:.0f} GiB' for job in jobs)])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,18 @@ def test_hostile_files_and_settings_are_refused(opened: BasePipeline, tmp_path: 
     torch.save(state, tmp_path / "lora.pt")
     with pytest.raises(AtollError, match=r"expected a \.safetensors file"):
         read_lora(tmp_path / "lora.pt", opened)
+    q = [f"{PATH}.lora_{part}.weight" for part in "AB"]
+    for changed, reason in (
+        ({}, "has no tensors"),
+        ({q[0]: torch.ones(2, 32), q[1]: torch.ones(32)}, r"lora_B\.weight has shape \(32,\)"),
+        ({q[0]: torch.ones(0, 32), q[1]: torch.ones(32, 0)}, "no lora_A and lora_B of one rank"),
+        (
+            {q[0]: torch.ones(1, 32), q[1]: torch.ones(32, 1), f"{PATH}.alpha": torch.tensor(4e37)},
+            "an alpha is too large",
+        ),
+    ):
+        with pytest.raises(AtollError, match=reason):
+            read_lora(write_diffusers({name: 8 * part for name, part in changed.items()}, tmp_path), opened)
     file.write_bytes(b"\xff" * 64)
     with pytest.raises(AtollError, match="not a safetensors file"):
         read_lora(file, opened)

@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from atoll.apps.models.export import LORA_WEIGHTS, PEFT_WEIGHTS
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
@@ -52,6 +53,8 @@ _KEY = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?P<part>A|B|down|up)(?:\.default
 
 def join(file: Path, run: Path, expert: int, *, images: str | None = None, prompts: Sequence[str] = ()) -> Manifest:
     """Write a LoRA file as an expert of a run, with a density of these images, or of those that it generates."""
+    if file.is_dir():  # of peft or diffusers
+        file = next((own for name in (PEFT_WEIGHTS, LORA_WEIGHTS) if (own := file / name).is_file()), file)
     config, final = configuration.load(run), Artifact(run, layout.final(layout.expert_job(expert)))
     if not config.text.encoder.startswith(BASE):
         raise AtollError(f"{run} is not a run on a base model; make one with: atoll init RUN --base FOLDER")
@@ -109,6 +112,8 @@ def read_lora(file: Path, pipeline: BasePipeline) -> tuple[BaseConfig, dict[str,
     if file.suffix != ".safetensors":
         raise AtollError(f"{file}: expected a .safetensors file; others may execute code when they are read")
     tensors, slot = read_weights(file), pipeline.name.slot
+    if not tensors:
+        raise AtollError(f"{file} has no tensors")
     for key, tensor in tensors.items():
         if not _KEY.fullmatch(key):
             raise AtollError(f"{file}: {key} is not a part of a LoRA adapter of linear or convolutional layers")
@@ -138,6 +143,8 @@ def read_lora(file: Path, pipeline: BasePipeline) -> tuple[BaseConfig, dict[str,
         state[f"{path}.lora_A.weight"] = torch.cat([a, a.new_zeros(rank - own, *a.shape[1:])])
         state[f"{path}.lora_B.weight"] = torch.cat([b, b.new_zeros(len(b), rank - own, *b.shape[2:])], 1)
     check_fit(state, expected, f"the base of {file.name}")
+    if not all(bool(part.isfinite().all()) for part in state.values()):
+        raise AtollError(f"{file}: an alpha is too large")
     return config, state
 
 
@@ -156,13 +163,16 @@ def _by_layer(tensors: Mapping[str, Tensor], network: nn.Module, slot: str) -> d
             raise AtollError(f"the base has no layer for {key}")
         part, weight = PARTS.get(matched["part"], "alpha"), layers[path].weight
         shapes = {"lora_A": tensor.shape[1:] == weight.shape[1:], "lora_B": tensor.shape[:1] == weight.shape[:1]}
-        if not shapes.get(part, tensor.numel() == 1):
+        if not shapes.get(part, tensor.numel() == 1) or (part != "alpha" and tensor.ndim != weight.ndim):
             raise AtollError(f"{key} has shape {tuple(tensor.shape)}, but its layer has {tuple(weight.shape)}")
         if part in found.setdefault(path, {}):
             raise AtollError(f"{key} is the second {part} of its layer")
         found[path][part] = tensor
     for path, parts in found.items():
-        if not {"lora_A", "lora_B"} <= parts.keys() or parts["lora_A"].shape[0] != parts["lora_B"].shape[1]:
+        rank, other = (
+            parts[part].shape[place] if part in parts else 0 for part, place in (("lora_A", 0), ("lora_B", 1))
+        )
+        if not rank or rank != other:
             raise AtollError(f"{path} has no lora_A and lora_B of one rank")
     return found
 
@@ -216,8 +226,8 @@ def encode(
     `like` are the latents of the run, whose sizes the images are cropped to.
     """
     pipeline, buckets = open_base(config.text.encoder), config.data.buckets
-    if like is not None and like.sizes:
-        sizes = [Size(*size) for size in like.sizes]
+    if like is not None and buckets != "off":
+        sizes = [Size(*size) for size in like.sizes or (like.shape[1:],)]
         buckets = [f"{size.width * pipeline.factor}x{size.height * pipeline.factor}" for size in sizes]
     columns = dict.fromkeys(("kind", "image", "caption", "label", "id"))
     data = {**columns, "source": images, "buckets": buckets, "val_fraction": 0.0}
