@@ -18,7 +18,7 @@ from atoll.apps.models.lora_files import read_lora
 from atoll.core.errors import AtollError
 from atoll.encoders.base_pipeline import BasePipeline, open_base
 from atoll.nets.base import BaseExpert, opened_base
-from base.conftest import FAMILY, draw
+from base.conftest import FAMILY, draw, write_settings
 from base.test_run import sample
 from base.test_trace import SMALL
 from base.tiny import OPTIONS, pipeline
@@ -224,3 +224,15 @@ def test_prompts_alone_give_the_images_of_the_density(base: Path, tmp_path: Path
         assert cli.main(["convert", str(file), str(run), "--expert", str(number), "--prompts", str(prompts)]) == 0
     images = sample(run, tmp_path / "out", "a red cube", "a blue ball", "--routing", "nearest")
     assert [image.shape for image in images] == [(64, 64, 3)] * 2
+
+
+def test_files_join_a_run_of_several_sizes(base: Path, tmp_path: Path) -> None:
+    run, file = tmp_path / "run", write_kohya(adapted()[1], tmp_path)
+    square, wide = (64, 64), (96, 48)
+    write_settings(run, base, tmp_path, data={"buckets": ["64x64", "96x48"]})
+    for number, sizes in enumerate(((square, square, wide), (wide, wide, square))):
+        images = draw(tmp_path / f"images{number}", sizes, 24)
+        assert cli.main(["convert", str(file), str(run), "--expert", str(number), "--images", str(images)]) == 0
+    for width, height in (square, wide):
+        options = ("a red cube", "--routing", "nearest", "--size", f"{width}x{height}")
+        assert sample(run, tmp_path / str(width), *options)[0].shape == (height, width, 3)

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
 
@@ -92,6 +94,12 @@ def test_an_int8_base_is_that_of_training_and_sampling(
     expert = atoll.load(run, "expert:0").ensemble.cache.get(0).expert.network
     assert isinstance(expert, BaseExpert)
     assert any(isinstance(layer, Int8Linear) for layer in expert.base.modules())
+    # Merged with the weights that it was trained with
+    assert cli.main(["export", str(run), str(tmp_path / "whole"), "--model", "expert:0", "--merge"]) == 0
+    whole = diffusers.AutoModel.from_pretrained(str(tmp_path / "whole"))
+    for path, layer in expert._layers:
+        merged = layer.base_layer.weight + layer.get_delta_weight(expert._adapter)
+        torch.testing.assert_close(whole.get_submodule(path).weight, merged, rtol=1e-6, atol=1e-6)
     assert cli.main(["sample", str(trained_base), *options, "--quantize", "int8"]) == 2
     assert "trained on a base that is not quantized; omit --quantize" in capsys.readouterr().err
 

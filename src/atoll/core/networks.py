@@ -298,7 +298,7 @@ class LoraSpec:
     rank: Annotated[int, Field(gt=0, le=MAX_RANK)] = 16
     alpha: Ratio = 16.0
     targets: Literal["auto"] | tuple[str, ...] = "auto"
-    """Names of linear layers, or their ends; auto is all linear layers but the last one."""
+    """Names of linear layers, or their ends; auto is all linear layers."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     quantize: Literal["int8"] | None = None
     """Precision of the linear layers of the frozen base, in training and in sampling; None is that of the rest."""
