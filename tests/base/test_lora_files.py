@@ -119,6 +119,14 @@ def test_names_of_the_original_release_are_translated_by_diffusers(opened: BaseP
         layer = pipe.transformer.get_submodule(path)
         own = state[f"{path}.lora_B.weight"] @ state[f"{path}.lora_A.weight"]
         torch.testing.assert_close(own, layer.get_delta_weight("default_0"), rtol=1e-5, atol=1e-5)
+    # What diffusers leaves out is refused.
+    more = {
+        "lora_unet_unknown.lora_down.weight": torch.ones(2, 32),
+        "lora_unet_unknown.lora_up.weight": torch.ones(32, 2),
+    }
+    save_file({**tensors, **more}, tmp_path / "lora.safetensors")
+    with pytest.raises(AtollError, match="the base has no layer for lora_unet_"):
+        read_lora(tmp_path / "lora.safetensors", opened)
 
 
 PATH = "transformer_blocks.0.attn.to_q"

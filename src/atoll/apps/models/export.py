@@ -249,7 +249,9 @@ def _export_merged(run: Path, destination: Path, model: str, opened: ModelRefere
         folder = base_folder(config)
         with safe_open(next(folder.glob("*.safetensors")), "pt") as stored:
             dtype = stored.get_tensor(stored.keys()[0]).dtype
-        base = getattr(diffusers, config.network_class).from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        base = getattr(diffusers, config.network_class).from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
         for layer in base.modules() if config.lora and config.lora.quantize else ():
             if isinstance(layer, nn.Linear):  # the weights that the adapter was trained with
                 layer.weight.data = Int8Linear(layer).weight

@@ -48,6 +48,7 @@ from atoll.verify.untrusted import Foreign, strict_json
 PARTS = {"A": "lora_A", "down": "lora_A", "B": "lora_B", "up": "lora_B"}
 PREFIXES = ("base_model.model.", "diffusion_model.", "lora_unet_", "lora_transformer_")
 """What trainers write before the path of a layer in the network, besides the name of the pipeline's component."""
+_UP = re.compile(r"lora[_.](B|up)\.")
 _KEY = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?P<part>A|B|down|up)(?:\.default)?\.weight|alpha)")
 
 
@@ -169,10 +170,8 @@ def _by_layer(tensors: Mapping[str, Tensor], network: nn.Module, slot: str) -> d
             raise AtollError(f"{key} is the second {part} of its layer")
         found[path][part] = tensor
     for path, parts in found.items():
-        rank, other = (
-            parts[part].shape[place] if part in parts else 0 for part, place in (("lora_A", 0), ("lora_B", 1))
-        )
-        if not rank or rank != other:
+        a, b = parts.get("lora_A"), parts.get("lora_B")
+        if a is None or b is None or not len(a) or len(a) != b.shape[1]:
             raise AtollError(f"{path} has no lora_A and lora_B of one rank")
     return found
 
@@ -184,6 +183,10 @@ def _translated(tensors: Mapping[str, Tensor], pipeline: Any, network: Any) -> d
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # there is none for this file
         return dict(tensors)
     state, alphas = made if isinstance(made, tuple) else (made, None)
+    # Converters split layers, and leave out with a warning what they do not know. Only the first keeps all of B.
+    before, after = (sum(part.numel() for key, part in own.items() if _UP.search(key)) for own in (tensors, state))
+    if before != after:
+        return dict(tensors)
     return {**state, **{name: torch.as_tensor(alpha) for name, alpha in (alphas or {}).items()}}
 
 
