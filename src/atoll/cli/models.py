@@ -12,7 +12,7 @@ from atoll.cli.verb import RunFolder
 
 @dataclass
 class Convert:
-    """Convert checkpoints from or to DiT, SiT, PixArt or Paris, or add a LoRA file to a run."""
+    """Convert checkpoints of others, or add a LoRA file to a run."""
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
     """A .pt, .pth or .safetensors file, or a folder that contains one."""
