@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 FLAWS = {
     "time": "moment is not a",
-    "size": "Euler loop differs",
+    "size": "own loop differs",
     "second time": "moment, pulse",
     "two calls": "2 times a step",
     "part": "picture may have it as a part",
@@ -19,7 +19,7 @@ FLAWS = {
     "random": "words differs between two equal calls",
     "batch": "words of two images",
     "guidance inside": "neither the network's output",
-    "noise": "Euler loop differs",
+    "noise": "own loop differs",
 }
 """What is wrong with a pipeline, and a part of the message that refuses it."""
 

@@ -15,9 +15,10 @@ SMALL, WIDE = Size(64, 64), Size(64, 96)
 
 
 def recorder(pipe: Any, **options: Any) -> Recorder:
+    slot = "unet" if hasattr(pipe, "unet") else "transformer"
     with torch.device("meta"):
-        network = type(pipe.transformer).from_config(pipe.transformer.config)
-    return Recorder(pipe, "transformer", network, options)
+        network = type(getattr(pipe, slot)).from_config(getattr(pipe, slot).config)
+    return Recorder(pipe, slot, network, options)
 
 
 def test_odd_names_time_and_sign_are_found() -> None:

@@ -81,6 +81,16 @@ def scheduler(**settings: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
 
 
+def unet(**more: Any) -> nn.Module:
+    levels = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (4, 8), "layers_per_block": 1, "norm_num_groups": 1,
+    }  # fmt: skip
+    sizes = {"sample_size": 32, "cross_attention_dim": 32, "attention_head_dim": (2, 4), "use_linear_projection": True}
+    return diffusers.UNet2DConditionModel(**levels, **{**sizes, **more})
+
+
 # Pipelines
 
 
@@ -200,11 +210,39 @@ def prx() -> Any:
     return diffusers.PRXPipeline(net, scheduler(), T5GemmaEncoder(config.encoder), tokenizer(), vae())
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    made.__name__: made for made in (flux, sd3, chroma, aura, lumina2, sana, zimage, klein, qwenimage, hidream, prx)
-}
+def pixart_sigma() -> Any:
+    net = diffusers.PixArtTransformer2DModel(
+        num_layers=1, attention_head_dim=8, num_attention_heads=3, caption_channels=32, cross_attention_dim=24,
+        sample_size=32,
+    )  # fmt: skip
+    multistep = diffusers.DPMSolverMultistepScheduler(beta_end=0.02)
+    return diffusers.PixArtSigmaPipeline(tokenizer(48), t5(), vae(shift_factor=None), net, multistep)
+
+
+def stable_diffusion(**settings: Any) -> Any:
+    table = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, **settings}
+    multistep = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1, **table)
+    parts = vae(shift_factor=None), clip(), tokenizer(), unet(), multistep
+    return diffusers.StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
+
+
+def stable_diffusion_xl() -> Any:
+    net = unet(
+        cross_attention_dim=64, addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+    )  # fmt: skip
+    scaled = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    text = clip(), clip(True), tokenizer(), tokenizer()
+    return diffusers.StableDiffusionXLPipeline(vae(shift_factor=None), *text, net, scaled, add_watermarker=False)
+
+
+FLOWS = (flux, sd3, chroma, aura, lumina2, sana, zimage, klein, qwenimage, hidream, prx)
+NOISE = (pixart_sigma, stable_diffusion, stable_diffusion_xl)
+FAMILIES: dict[str, Callable[[], Any]] = {made.__name__: made for made in (*FLOWS, *NOISE)}
+"""Those whose networks predict velocities, and those that predict noise."""
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"max_sequence_length": 48} for name in ("flux", "sd3", "chroma", "sana", "aura", "hidream", "zimage")},
+    "pixart_sigma": {"max_sequence_length": 48},
     "klein": {"max_sequence_length": 64, "text_encoder_out_layers": [1]},
     **{name: {"max_sequence_length": 256} for name in ("qwenimage", "lumina2")},
 }
