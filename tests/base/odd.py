@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import ConfigMixin, DDPMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ FLAWS = {
 
 
 class OddNetwork(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Predicts -velocity from (words, moment, picture), in this order; moment = 250 sigma + 3."""
+    """Predicts the negative from (words, moment, picture), in this order; moment = 250 sigma + 3."""
 
     @register_to_config
     def __init__(self, channels: int = 4, width: int = 8) -> None:
@@ -83,7 +83,11 @@ class OddPipeline(DiffusionPipeline):  # type: ignore[misc]
         return SimpleNamespace(images=x)
 
 
-def odd(flaw: str | None = None) -> OddPipeline:
+SCHEDULERS: dict[str, Any] = {"velocity": FlowMatchEulerDiscreteScheduler(shift=2.0), "epsilon": DDPMScheduler()}
+"""A scheduler for each prediction."""
+
+
+def odd(flaw: str | None = None, prediction: str = "velocity") -> OddPipeline:
     """Return a pipeline, whole or with a flaw."""
     torch.manual_seed(0)
-    return OddPipeline(OddNetwork(), FlowMatchEulerDiscreteScheduler(shift=2.0), flaw=flaw)
+    return OddPipeline(OddNetwork(), SCHEDULERS[prediction], flaw=flaw)

@@ -9,16 +9,19 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import atoll
 from atoll import cli, flow
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
-from atoll.core.networks import LoraSpec
+from atoll.core.networks import BaseConfig, LoraSpec, TraceSpec
+from atoll.data.shapes import DataShapes
 from atoll.encoders.base_pipeline import BasePipeline, register_base
 from atoll.encoders.trace import trace
 from atoll.ensemble.ensemble import Ensemble
+from atoll.experts.cost import image_cost
 from atoll.nets import Condition
 from atoll.nets.arguments import ArgumentTable
 from atoll.nets.base import BaseExpert
@@ -26,7 +29,7 @@ from base.conftest import ROUTER
 from base.test_attach import PROMPTS, Case, latents, opened
 from base.test_run import sample
 from base.test_trace import SMALL, WIDE, recorder
-from base.tiny import OPTIONS, pipeline, save, stable_diffusion
+from base.tiny import OPTIONS, pipeline, save, stable_diffusion, unet
 
 XL = "stable_diffusion_xl"
 
@@ -60,6 +63,14 @@ def test_a_multistep_scheduler_of_flow_matching_is_replaced_by_euler() -> None:
     assert plain.scheduler.config.shift == 3.0
     assert "traced with FlowMatchEulerDiscreteScheduler instead of DPMSolverMultistepScheduler" in notes
     assert type(pipe.scheduler) is diffusers.DPMSolverMultistepScheduler
+
+
+@pytest.mark.parametrize("family", ["pixart_sigma", XL, "sana"])
+def test_a_base_is_traced_in_half_precision(family: str, tmp_path: Path) -> None:
+    name = f"base:{save(family, tmp_path)}#{json.dumps(OPTIONS.get(family, {}))}"
+    base = BasePipeline(name, torch.device("cpu"), torch.bfloat16)
+    assert base.latent_shape(SMALL) == (4, 32, 32)
+    assert base.pipe.vae.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["DDIMScheduler", "EulerDiscreteScheduler"])
@@ -169,3 +180,15 @@ def test_experts_in_a_pipeline_are_routed_on_the_linear_path(tmp_path: Path, mon
     noise = torch.randn(1, *found[0][0].shape[1:], generator=torch.Generator().manual_seed(0))
     start = noise * pipe.scheduler.init_noise_sigma / (1 + sigmas[0])
     torch.testing.assert_close(found[0][0], start, rtol=1e-3, atol=1e-3)
+
+
+def test_the_cost_of_a_unet_has_the_sides_of_its_blocks() -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        network = unet(block_out_channels=(320, 640), norm_num_groups=32, attention_head_dim=64)
+        network(torch.zeros(1, 4, 32, 32), torch.zeros(1), encoder_hidden_states=torch.zeros(1, 77, 32))
+    fields = json.loads(json.dumps({name: own for name, own in network.config.items() if not name.startswith("_")}))
+    spec = TraceSpec("sample", (4, 32, 32), False, "timestep", 1000.0, 0.0, 1, {}, (), {})
+    config = BaseConfig("local", "0" * 64, type(network).__name__, fields, 4, spec, LoraSpec())
+    flops = image_cost(config, DataShapes((4, 32, 32), None, ())).forward_flops
+    assert 0.8 < flops / counter.get_total_flops() < 1.2
+    assert config.patch == 2

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from atoll import flow
@@ -129,7 +129,7 @@ class Process(NamedTuple):
 
     def following(self, output: Tensor, x: Tensor, time: float, next_time: float) -> Tensor:
         """Move states x (batch, …) to the next time, by the x0 and the noise that the network predicts."""
-        now, then = torch.tensor([[time], [next_time]], dtype=torch.float64)
+        now, then = torch.tensor([[time], [next_time]], device=x.device)
         pair = flow.to_pair(output, x, now, prediction=self.prediction, schedule=self.schedule)
         return self.schedule.add_noise(pair.x0, pair.eps, then)
 
@@ -149,7 +149,9 @@ class StandIn:
 
 
 def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("meta", torch.float32 if leaf.is_floating_point() else leaf.dtype)  # the network is in float32
 
 
 @contextmanager
@@ -349,7 +351,7 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     steps = recorder.run(
         PROMPTS[1:], other, steps=CHECK_STEPS, seed=1, network=lambda own: recorder.imitate(own, state)
     )
-    x = steps[0].sample
+    x = steps[0].sample.float()
     for step in steps:
         now = process.schedule.timestep(torch.tensor([step.time], dtype=torch.float64)) / 1000
         made, dtype = network_arguments(found, x, now, [two_wide]), step.calls[0][0][time].dtype
@@ -479,11 +481,15 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
         found: list[Tensor] = []
 
         def decode(z: Tensor, *_: Any, **__: Any) -> Any:
-            found.append(z.float())
+            found.append(z.float().cpu())
             raise Stopped
 
-        with replaced(recorder.pipe.vae, decode=decode):
-            recorder.run(PROMPTS[:1], size, steps=1, last=state, output_type="pt")
+        # Pipelines may cast the state to the autoencoder's precision, and half precision cannot count its values. With
+        # a single step, some end with the predicted x0.
+        vae, dtype = recorder.pipe.vae, recorder.pipe.vae.dtype
+        with replaced(vae.float(), decode=decode):
+            recorder.run(PROMPTS[:1], size, steps=2, last=state, output_type="pt")
+        nn.Module.to(vae, dtype)  # diffusers' own method warns about dtypes
         return found[0]
 
     zero = decoder_input(torch.zeros(values))
