@@ -9,12 +9,14 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 import atoll
 from atoll import cli, flow
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
+from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT
 from atoll.core.networks import BaseConfig, LoraSpec, TraceSpec
 from atoll.data.shapes import DataShapes
@@ -25,6 +27,7 @@ from atoll.experts.cost import image_cost
 from atoll.nets import Condition
 from atoll.nets.arguments import ArgumentTable
 from atoll.nets.base import BaseExpert
+from atoll.train import resolve_job
 from base.conftest import ROUTER
 from base.test_attach import PROMPTS, Case, latents, opened
 from base.test_run import sample
@@ -145,6 +148,13 @@ def test_a_run_follows_the_objective_of_its_base(
     assert content.objective.prediction == "epsilon"
     assert content.objective.schedule.model_dump() == content.network.trace.schedule
     assert [image.shape for image in sample(run, tmp_path / "out", *PROMPTS)] == [(64, 64, 3)] * 2
+
+    # Without a setting, the objective is that of the base. A student would need another network.
+    values = yaml.safe_load((run / "atoll.yaml").read_text())
+    unset = configuration.resolve({name: value for name, value in values.items() if name != "experts"})
+    assert resolve_job(run, unset, "monolith").objective == content.objective
+    with pytest.raises(AtollError, match="a student predicts velocities, and its base epsilon"):
+        resolve_job(run, unset, "student")
 
 
 def test_experts_in_a_pipeline_are_routed_on_the_linear_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
