@@ -22,6 +22,7 @@ from atoll.experts.cost import image_cost
 from atoll.train.estimate import job_bytes
 
 NETWORKS = {
+    "PixArtTransformer2DModel": 8,
     "SanaTransformer2DModel": 32,
     "SD3Transformer2DModel": 8,
     "Lumina2Transformer2DModel": 8,

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import ConfigMixin, DDPMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import Tensor, nn
 
 FLAWS = {
     "time": "moment is not a",
-    "size": "Euler loop differs",
+    "size": "own loop differs",
     "second time": "moment, pulse",
     "two calls": "2 times a step",
     "part": "picture may have it as a part",
@@ -19,13 +19,13 @@ FLAWS = {
     "random": "words differs between two equal calls",
     "batch": "words of two images",
     "guidance inside": "neither the network's output",
-    "noise": "Euler loop differs",
+    "noise": "own loop differs",
 }
 """What is wrong with a pipeline, and a part of the message that refuses it."""
 
 
 class OddNetwork(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Predicts -velocity from (words, moment, picture), in this order; moment = 250 sigma + 3."""
+    """Predicts the negative from (words, moment, picture), in this order; moment = 250 sigma + 3."""
 
     @register_to_config
     def __init__(self, channels: int = 4, width: int = 8) -> None:
@@ -83,7 +83,11 @@ class OddPipeline(DiffusionPipeline):  # type: ignore[misc]
         return SimpleNamespace(images=x)
 
 
-def odd(flaw: str | None = None) -> OddPipeline:
+SCHEDULERS: dict[str, Any] = {"velocity": FlowMatchEulerDiscreteScheduler(shift=2.0), "epsilon": DDPMScheduler()}
+"""A scheduler for each prediction."""
+
+
+def odd(flaw: str | None = None, prediction: str = "velocity") -> OddPipeline:
     """Return a pipeline, whole or with a flaw."""
     torch.manual_seed(0)
-    return OddPipeline(OddNetwork(), FlowMatchEulerDiscreteScheduler(shift=2.0), flaw=flaw)
+    return OddPipeline(OddNetwork(), SCHEDULERS[prediction], flaw=flaw)

@@ -45,7 +45,7 @@ class Case:
         torch.manual_seed(0)
         self.family, self.base, self.run, self.exported = family, folder / "base", folder / "run", folder / "exported"
         FAMILIES[family]().save_pretrained(self.base)
-        options = OPTIONS[family]
+        options = OPTIONS.get(family, {})
         name = f"base:{self.base}#{json.dumps(options)}"
         base = BasePipeline(name)
         register_base(name)
@@ -76,7 +76,8 @@ class Case:
             density = replace(density, caption=Density.fit(captions, count=1, rank=4))
             artifact.write_tensors(DENSITY_FILE, density.tensors())
             content = declared | {"job": f"experts/{number:03d}", "clusters": [number], "network": config}
-            content |= {"conditioning": ["arguments"], "objective": flow.Objective().spec}
+            predicted = {"schedule": config.trace.schedule, "prediction": config.trace.prediction}
+            content |= {"conditioning": ["arguments"], "objective": flow.objective(**predicted).spec}
             artifact.commit(manifests.EXPERT.content(**content))
         router = RouterConfig(
             width=32, depth=2, heads=2, patch=2, channels=shape[0], size=shape[1], experts=2, pooled_width=len(texts[0])

@@ -29,14 +29,15 @@ def test_a_family_is_traced_called_and_adapted(family: str, tmp_path: Path) -> N
     state = torch.randn(2, moved.order.numel())
     torch.testing.assert_close(moved.pack(moved.unpack(state)), state, rtol=1e-5, atol=1e-5)
 
-    sample = check_own_loop(found, plain, pipe.transformer)
+    network = getattr(pipe, plain.slot)
+    sample = check_own_loop(found, plain, network)
     channels = sample.shape[-1] if found.packed else sample.shape[1]
     side = round((sample.numel() // channels) ** 0.5)
-    pipe.transformer.save_pretrained(tmp_path)
+    network.save_pretrained(tmp_path)
     FOLDERS[family] = tmp_path
-    fields = json.loads(json.dumps(dict(pipe.transformer.config), default=str))
+    fields = json.loads(json.dumps(dict(network.config), default=str))
     config = BaseConfig(
-        base="local", weights=family, network_class=type(pipe.transformer).__name__,
+        base="local", weights=family, network_class=type(network).__name__,
         network={name: value for name, value in fields.items() if not name.startswith("_")},
         channels=channels, trace=found, lora=LoraSpec(rank=2, alpha=4.0),
     )  # fmt: skip
@@ -46,15 +47,17 @@ def test_a_family_is_traced_called_and_adapted(family: str, tmp_path: Path) -> N
 
 
 def check_own_loop(found: TraceSpec, plain: trace.Recorder, network: Any) -> torch.Tensor:
-    """Check that our Euler loop has the states of the pipeline with its own network; return the first state."""
-    prompt = ["a lighthouse at night"]
+    """Check that our own loop has the states of the pipeline with its own network; return the first state."""
+    prompt, process = ["a lighthouse at night"], trace.Process.of(plain.pipe.scheduler)
     steps = plain.run(prompt, SMALL, steps=4, seed=3, network=lambda given: network(**given))
     condition, x = plain.arguments(prompt, SMALL), steps[0].sample
     with torch.no_grad():
         for step in steps:
             torch.testing.assert_close(x, step.sample, rtol=1e-5, atol=1e-5)
-            given = network_arguments(found, x, torch.tensor([step.sigma]), [condition])
-            x = x + (step.next_sigma - step.sigma) * found.sign * prediction(network(**given), x)
+            timestep = process.schedule.timestep(torch.tensor([step.time]))
+            given = network_arguments(found, x, timestep / 1000, [condition])
+            output = found.sign * prediction(network(**given), x)
+            x = process.following(output, x, step.time, step.next_time)
     torch.testing.assert_close(x, steps[-1].result, rtol=1e-5, atol=1e-5)
     return steps[0].sample
 

@@ -57,13 +57,13 @@ def test_a_refused_base_leaves_nothing_behind(base: Path, tmp_path: Path, capsys
         (other / part.name).symlink_to(part)
     (other / "scheduler").unlink()
     (other / "scheduler").mkdir()
-    settings = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"}
+    settings = {"_class_name": "EulerDiscreteScheduler", "rescale_betas_zero_snr": True}
     (other / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     index = json.loads((base / "model_index.json").read_text())
     (other / "model_index.json").unlink()
     (other / "model_index.json").write_text(json.dumps({**index, "scheduler": ["diffusers", "EulerDiscreteScheduler"]}))
     assert cli.main(["init", str(run), "--base", str(other)]) == 2
-    assert "EulerDiscreteScheduler has the prediction type epsilon" in capsys.readouterr().err
+    assert "EulerDiscreteScheduler has rescale_betas_zero_snr" in capsys.readouterr().err
     assert not run.exists()
 
 

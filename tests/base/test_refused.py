@@ -7,29 +7,18 @@ import diffusers
 import pytest
 import torch
 
-from atoll.encoders.trace import Recorder, Refused, trace
-from base.test_trace import SMALL, WIDE
-from base.tiny import FAMILIES, clip, scheduler, t5, tokenizer, vae
+from atoll.encoders.trace import Refused, trace
+from base.test_trace import SMALL, WIDE, recorder
+from base.tiny import FAMILIES, scheduler, t5, tokenizer, vae
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/train-on-a-base-model.md"
 
 
-def epsilon_unet() -> Any:
-    network = diffusers.UNet2DConditionModel(
-        block_out_channels=(4, 8), layers_per_block=1, sample_size=32, cross_attention_dim=32, norm_num_groups=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4), use_linear_projection=True,
-    )  # fmt: skip
-    parts = vae(), clip(), tokenizer(), network, diffusers.EulerDiscreteScheduler()
-    return diffusers.StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
-
-
-def epsilon_transformer() -> Any:
-    network = diffusers.PixArtTransformer2DModel(
-        num_layers=1, attention_head_dim=8, num_attention_heads=3, caption_channels=32, cross_attention_dim=24,
-        sample_size=32,
-    )  # fmt: skip
-    return diffusers.PixArtSigmaPipeline(tokenizer(48), t5(), vae(), network, diffusers.DDIMScheduler())
+def by_class() -> Any:
+    network = diffusers.DiTTransformer2DModel(
+        num_layers=1, attention_head_dim=8, num_attention_heads=2, sample_size=8, in_channels=4, out_channels=8
+    )
+    return diffusers.DiTPipeline(network, vae(), diffusers.DDIMScheduler())
 
 
 def video() -> Any:
@@ -40,19 +29,27 @@ def video() -> Any:
     return diffusers.WanPipeline(tokenizer(48), t5(), autoencoder, scheduler(shift=7.0), network)
 
 
-def multistep() -> Any:
-    pipe = FAMILIES["sana"]()
-    settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    pipe.scheduler = diffusers.DPMSolverMultistepScheduler(**settings)
+def with_scheduler(kind: type, **settings: Any) -> Any:
+    pipe = FAMILIES["stable_diffusion"]()
+    pipe.scheduler = kind(**settings)
     return pipe
 
 
 REFUSED = {
-    epsilon_unet: ("StableDiffusionPipeline", "EulerDiscreteScheduler has the prediction type epsilon"),
-    epsilon_transformer: ("PixArtSigmaPipeline", "DDIMScheduler has the prediction type epsilon"),
+    by_class: ("DiTPipeline", "takes no prompt, only class_labels"),
     video: ("WanPipeline", "neither tokens nor a grid"),
-    multistep: ("SanaPipeline", "differs from the pipeline with its DPMSolverMultistepScheduler"),
 }
+SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "rescale_betas_zero_snr": (diffusers.DDIMScheduler, {"rescale_betas_zero_snr": True}),
+    "thresholding": (diffusers.DPMSolverMultistepScheduler, {"thresholding": True}),
+    "trained_betas": (diffusers.DDPMScheduler, {"trained_betas": [0.1, 0.2, 0.3, 0.4]}),
+    r"no table of betas \(sigmoid\)": (diffusers.DDPMScheduler, {"beta_schedule": "sigmoid"}),
+    "with a number for each step": (diffusers.EulerDiscreteScheduler, {"timestep_type": "continuous"}),
+    "EDMEulerScheduler has no table": (diffusers.EDMEulerScheduler, {}),
+    "LCMScheduler with the prediction type epsilon is unknown": (diffusers.LCMScheduler, {}),
+    "the prediction type learned is unknown": (diffusers.DDIMScheduler, {"prediction_type": "learned"}),
+}
+"""Schedulers that are refused, by a part of the message."""
 
 
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
@@ -63,11 +60,15 @@ def test_a_pipeline_that_is_no_base_is_refused_with_its_reason(make: Any) -> Non
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
-    slot = "unet" if hasattr(pipe, "unet") else "transformer"
-    with torch.device("meta"):
-        network = type(getattr(pipe, slot)).from_config(getattr(pipe, slot).config)
     with pytest.raises(Refused, match=REFUSED[make][1]):
-        trace(Recorder(pipe, slot, network, {} if slot == "unet" else {"max_sequence_length": 48}), SMALL, WIDE)
+        trace(recorder(pipe, max_sequence_length=48), SMALL, WIDE)
+
+
+@pytest.mark.parametrize("reason", SCHEDULERS)
+def test_a_scheduler_that_is_not_understood_is_refused_with_its_reason(reason: str) -> None:
+    kind, settings = SCHEDULERS[reason]
+    with pytest.raises(Refused, match=reason):
+        trace(recorder(with_scheduler(kind, **settings)), SMALL, WIDE)
 
 
 def test_the_table_of_the_guide_has_the_tested_pipelines() -> None:

@@ -117,6 +117,6 @@ def test_images_of_several_sizes(base: Path, tmp_path: Path) -> None:
         assert [image.shape for image in found] == [(height, width, 3)] * 2
 
 
-def test_a_base_is_trained_with_flow_matching_only(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_is_trained_with_its_own_objective_only(new_run: Copy, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(new_run()), "--expert", "0", "--experts.default", "ddpm"]) == 2
-    assert "a base network predicts velocities" in capsys.readouterr().err
+    assert "the base was trained with linear and velocity" in capsys.readouterr().err

@@ -71,14 +71,24 @@ def gemma() -> nn.Module:
     return transformers.Gemma2Model(transformers.Gemma2Config(**LAYER, hidden_size=8, head_dim=4))
 
 
-def vae(**more: Any) -> nn.Module:
-    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+def vae(count: int = 2, **more: Any) -> nn.Module:
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * count, "up_block_types": ("UpDecoderBlock2D",) * count}
     settings = {"shift_factor": 0.06, "scaling_factor": 1.5, "use_quant_conv": False, "use_post_quant_conv": False}
-    return diffusers.AutoencoderKL(**levels, block_out_channels=(4, 4), norm_num_groups=2, **{**settings, **more})
+    return diffusers.AutoencoderKL(**levels, block_out_channels=(4,) * count, norm_num_groups=2, **{**settings, **more})
 
 
 def scheduler(**settings: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def unet(**more: Any) -> nn.Module:
+    settings = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (4, 8), "layers_per_block": 1, "norm_num_groups": 1, "sample_size": 32,
+        "cross_attention_dim": 32, "attention_head_dim": (2, 4), "use_linear_projection": True,
+    }  # fmt: skip
+    return diffusers.UNet2DConditionModel(**{**settings, **more})
 
 
 # Pipelines
@@ -200,11 +210,56 @@ def prx() -> Any:
     return diffusers.PRXPipeline(net, scheduler(), T5GemmaEncoder(config.encoder), tokenizer(), vae())
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    made.__name__: made for made in (flux, sd3, chroma, aura, lumina2, sana, zimage, klein, qwenimage, hidream, prx)
-}
+def pixart_sigma(kind: Any = diffusers.PixArtSigmaPipeline, **sizes: Any) -> Any:
+    net = diffusers.PixArtTransformer2DModel(
+        num_layers=1, attention_head_dim=8, num_attention_heads=3, caption_channels=32, cross_attention_dim=24,
+        **{"sample_size": 32, **sizes},
+    )  # fmt: skip
+    multistep = diffusers.DPMSolverMultistepScheduler(beta_end=0.02)
+    return kind(tokenizer(48), t5(), vae(shift_factor=None), net, multistep)
+
+
+def pixart_alpha() -> Any:
+    return pixart_sigma(diffusers.PixArtAlphaPipeline, sample_size=128, use_additional_conditions=True)
+
+
+def hunyuan_dit() -> Any:
+    net = diffusers.HunyuanDiT2DModel(
+        sample_size=32, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=3, in_channels=4,
+        cross_attention_dim=32, cross_attention_dim_t5=32, pooled_projection_dim=16, hidden_size=24,
+        activation_fn="gelu-approximate", text_len=77, text_len_t5=256,
+    )  # fmt: skip
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **sizes))
+    table = diffusers.DDPMScheduler(beta_schedule="scaled_linear", beta_end=0.03, prediction_type="v_prediction")
+    text = {"text_encoder_2": t5(), "tokenizer_2": tokenizer(256), "requires_safety_checker": False}
+    return diffusers.HunyuanDiTPipeline(vae(4, shift_factor=None), bert, tokenizer(), net, table, None, None, **text)
+
+
+def stable_diffusion(**settings: Any) -> Any:
+    table = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, **settings}
+    multistep = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1, **table)
+    parts = vae(shift_factor=None), clip(), tokenizer(), unet(), multistep
+    return diffusers.StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
+
+
+def stable_diffusion_xl() -> Any:
+    net = unet(
+        cross_attention_dim=64, addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+    )  # fmt: skip
+    scaled = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    text = clip(), clip(True), tokenizer(), tokenizer()
+    return diffusers.StableDiffusionXLPipeline(vae(shift_factor=None), *text, net, scaled, add_watermarker=False)
+
+
+FLOWS = (flux, sd3, chroma, aura, lumina2, sana, zimage, klein, qwenimage, hidream, prx)
+NOISE = (pixart_sigma, pixart_alpha, hunyuan_dit, stable_diffusion, stable_diffusion_xl)
+FAMILIES: dict[str, Callable[[], Any]] = {made.__name__: made for made in (*FLOWS, *NOISE)}
+"""Those whose networks predict velocities, and those that predict noise or v."""
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"max_sequence_length": 48} for name in ("flux", "sd3", "chroma", "sana", "aura", "hidream", "zimage")},
+    **{name: {"max_sequence_length": 48} for name in ("pixart_sigma", "pixart_alpha")},
     "klein": {"max_sequence_length": 64, "text_encoder_out_layers": [1]},
     **{name: {"max_sequence_length": 256} for name in ("qwenimage", "lumina2")},
 }

@@ -79,9 +79,14 @@ class Init:
         from atoll.encoders.base_pipeline import open_base
 
         pipeline = open_base(config.latents.autoencoder)
+        trace, _ = pipeline.traced
+        objective = {"schedule": str(trace.schedule["name"]), "prediction": trace.prediction}
+        found = {f"experts.default.{part}": value for part, value in objective.items()}
         if "data.resolution" not in chosen and (side := pipeline.default_side()):
-            chosen["data.resolution"] = str(side)
-            config = configuration.resolve(PRESETS["base"], chosen, source="command line")
+            found["data.resolution"] = str(side)
+        config = configuration.resolve(PRESETS["base"], found | chosen, source="command line")
+        for given in config.experts.values():
+            trace.check_objective(given.schedule, given.prediction)
         for word, text in pipeline.describe(config.data.resolution):
             print(f"{word:<9} {text}")
         return config

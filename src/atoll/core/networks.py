@@ -5,13 +5,14 @@ No torch here: the configuration of a run is checked with these before any netwo
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, field, fields
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, ValidationError
 from pydantic.dataclasses import dataclass
 
 from atoll.core.errors import AtollError, unknown
+from atoll.core.names import Prediction
 
 # S to XL are the sizes of the DiT paper (Peebles and Xie 2023, table 1). XS is our addition: it trains on a CPU.
 SIZES: dict[str, dict[str, int]] = {
@@ -262,7 +263,10 @@ class DiffusersConfig:
 
 @dataclass(frozen=True, config=_CHECKED)
 class TraceSpec:
-    """How a pipeline calls its network: velocity = sign · network(state, scale · sigma + offset, conditioning)."""
+    """How a pipeline calls its network: prediction = sign · network(state, scale · time + offset, conditioning).
+
+    The time is the timestep of the noise schedule over 1000: sigma in flow matching, the step over 1000 for a table.
+    """
 
     state: str
     """Name of the argument with the noisy latents."""
@@ -280,6 +284,18 @@ class TraceSpec:
     """Arguments that depend on the prompt. The others depend on the size alone, or on nothing."""
     options: dict[str, JsonValue]
     """Keyword arguments of the pipeline's call."""
+    prediction: Prediction = "velocity"
+    schedule: dict[str, JsonValue] = field(default_factory=lambda: {"name": "linear"})
+    """Name and options of the noise schedule, as of a manifest."""
+
+    def check_objective(self, schedule: str, prediction: str) -> None:
+        """Raise `AtollError` for an objective that the network was not trained with."""
+        if (schedule, prediction) != (self.schedule["name"], self.prediction):
+            raise AtollError(
+                f"the objective has schedule {schedule} and prediction {prediction}, but the base was trained with "
+                f"{self.schedule['name']} and {self.prediction}; set experts.default: "
+                f"{{schedule: {self.schedule['name']}, prediction: {self.prediction}}}"
+            )
 
     @property
     def packed(self) -> bool:
@@ -325,6 +341,8 @@ class BaseConfig(NamedConfig):
         """What the sides of latents must be multiples of."""
         patch = self.network.get("patch_size", self.network.get("all_patch_size"))
         patch = patch[0] if isinstance(patch, list) and patch else patch
+        if isinstance(levels := self.network.get("block_out_channels"), list):
+            patch = 2 ** (len(levels) - 1)  # each block but the last halves the sides
         return patch if isinstance(patch, int) and not self.trace.packed else 1
 
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from atoll.core.networks import BASE, BaseConfig, TraceSpec
 from atoll.core.sizes import Size
 from atoll.encoders.hub import public_name
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
-from atoll.encoders.trace import PROMPTS, Recorder, Refused, Unpacking, trace, unpacking
+from atoll.encoders.trace import PROMPTS, Process, Recorder, Refused, Unpacking, trace, unpacking
 from atoll.nets.arguments import Arguments
 from atoll.nets.base import FOLDERS, pooled
 
@@ -144,7 +144,7 @@ class BasePipeline:
     def recorder(self) -> Recorder:
         """The pipeline with the options that its trace needs."""
         spec, _ = self.traced
-        return Recorder(self.pipe, self._recorder.slot, self._recorder.network, spec.options)
+        return replace(self._recorder, options=spec.options, scheduler=Process.of(self.pipe.scheduler).scheduler)
 
     def config(self) -> BaseConfig:
         """Return the declaration of the base network, without an adapter."""
@@ -180,6 +180,8 @@ class BasePipeline:
         parameters = sum(parameter.numel() for parameter in network.parameters())
         channels, side = self.latent_shape(Size.square(self._side))[0], resolution // self.factor
         offset = f" {'+' if spec.offset > 0 else '-'} {abs(spec.offset):g}" if spec.offset else ""
+        flows = spec.prediction == "velocity"
+        time = f"{spec.scale:g} · sigma" if flows else f"{spec.scale / 1000:g} · step of {spec.schedule['name']}"
         return [
             ("pipeline", type(self.pipe).__name__),
             ("network", f"{type(network).__name__}, {parameters:,} parameters"),
@@ -187,8 +189,8 @@ class BasePipeline:
                 "state",
                 f"{spec.state}, {'tokens' if spec.packed else 'a grid'}{' in a list' if spec.state_list else ''}",
             ),
-            ("time", f"{spec.time} = {spec.scale:g} · sigma{offset}"),
-            ("sign", f"velocity = {'-' if spec.sign < 0 else ''}output"),
+            ("time", f"{spec.time} = {time}{offset}"),
+            ("sign", f"{spec.prediction} = {'-' if spec.sign < 0 else ''}output"),
             ("prompt", ", ".join(spec.by_prompt)),
             ("latents", f"{channels} x {side} x {side} for images of {resolution} x {resolution} pixels"),
             *(("note", note) for note in notes),

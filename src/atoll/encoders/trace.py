@@ -4,14 +4,19 @@ No model family is known here: the pipeline itself is the adapter. It runs with 
 records the arguments of every call, and with a scheduler whose steps are recorded. One short call shows
 
 - the *state*: the argument that equals the sample that the scheduler steps,
-- the *time*: the only other argument that changes from step to step, a · sigma + b (sigma = 1 is noise),
+- the *time*: the only other argument that changes from step to step, a · time + b,
 - the sign: the scheduler gets what the network returned, or its negative,
 - the *conditioning*: all other arguments, under the network's own names. They depend on the prompt and the size.
 
-So velocity(x, sigma) = sign · network(state=x, time=a · sigma + b, **conditioning). `trace` checks this before anybody
-relies on it: the arguments of a batch are made of those of its images, and our own Euler loop reaches the states of the
+So prediction(x, time) = sign · network(state=x, time=a · time + b, **conditioning). `trace` checks this before anybody
+relies on it: the arguments of a batch are made of those of its images, and our own loop reaches the states of the
 pipeline for another prompt, at another size, with another number of steps. Whatever does not fit is refused, with the
 name of the argument.
+
+What the network predicts, and for which noise, is in the configuration of the scheduler (`Process`). The time is sigma
+in flow matching (1 is noise), and the step over 1000 for a table of betas. The steps of many schedulers have a
+history, noise or another scale of the state, so the pipeline runs with one that has not: Euler in flow matching, DDIM
+for tables. Both of them move x0 and noise, as the network predicts them, to the next time. So does our own loop.
 
 The stand-in has the configuration and the methods of the network, but no weights. It lives on the meta device, where a
 call gives the shapes of the outputs. Their values are a function of all arguments, so that a wrong argument shows.
@@ -26,30 +31,36 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from atoll import flow
 from atoll.core.errors import AtollError
+from atoll.core.names import Prediction
 from atoll.core.networks import TraceSpec
 from atoll.core.sizes import Size
 from atoll.nets.arguments import Arguments, bound, find_batching, join, same
 from atoll.nets.base import network_arguments, prediction
 
 CONVENTIONS = ((1000.0, 0.0), (1.0, 0.0), (-1.0, 1.0), (-1000.0, 1000.0))
-"""Usual pairs (a, b) of network time = a · sigma + b. A fit next to one of them is rounded to it: some pipelines
+"""Usual pairs (a, b) of network time = a · time + b. A fit next to one of them is rounded to it: some pipelines
 compute the time in bfloat16, which has 8 significant bits."""
 FIT_STEPS, CHECK_STEPS = 5, 3
 """Steps of the call that a and b are fitted to, and of the call that is compared. Two points always fit a line."""
 TOLERANCE = 1e-4
-"""Largest difference between our Euler loop and the pipeline, relative to the RMS of the state."""
+"""Largest difference between our own loop and the pipeline, relative to the RMS of the state."""
 PROMPTS = ("a red cube", "three small boats on a lake in the evening, seen from a hill")
 """Prompts of different lengths. An argument that differs between them depends on the prompt."""
 FLOW = "flow_prediction"
 """Prediction type of schedulers that serve several kinds of networks. Those of flow matching alone have none."""
-REWRITES = re.compile(r"instruction|enhance|rewrite|upsampl|expand_prompt")
+PREDICTS: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v_prediction", "sample": "x0"}
+"""Other prediction types of diffusers, and our names of them."""
+BETAS = {"linear": "ddpm-linear", "scaled_linear": "ddpm-scaled-linear", "squaredcos_cap_v2": "ddpm-cosine"}
+"""Tables of betas in diffusers, and our names of them."""
+REWRITES = re.compile(r"instruction|enhance|rewrite|upsampl|expand_prompt|clean_caption")
 """Options of a pipeline that change the prompt. They are switched off: experts are trained on captions as they are."""
 SCALES = re.compile(r"(true_)?(guidance|cfg)_scale")
 """Options of classifier-free guidance, which some pipelines switch off at 1 and others at 0. A distilled guidance, an
@@ -68,14 +79,59 @@ class Stopped(Exception):  # noqa: N818 - not an error: it ends a call of the pi
 class Step:
     """One step of the scheduler, and the network calls before it."""
 
-    sigma: float
-    next_sigma: float
+    time: float
+    """On the [0, 1] of the noise schedule."""
+    next_time: float
     sample: Tensor
     output: Tensor
     """What the pipeline passes to the scheduler."""
     result: Tensor
     calls: tuple[tuple[Arguments, Any], ...]
     """Arguments and output of each call."""
+
+
+class Process(NamedTuple):
+    """What a network predicts for which noise, and a scheduler that shows it: deterministic, and of first order."""
+
+    scheduler: Any
+    prediction: Prediction
+    schedule: flow.Schedule
+
+    @classmethod
+    def of(cls, scheduler: Any) -> "Process":
+        """Read the configuration of a pipeline's scheduler; raise `Refused` for what is unknown."""
+        import diffusers
+
+        config, name = scheduler.config, f"its {type(scheduler).__name__}"
+        predicts, betas = config.get("prediction_type", FLOW), config.get("beta_schedule")
+        if predicts == FLOW and hasattr(scheduler, "sigmas"):
+            if config.get("use_flow_sigmas"):  # several steps together
+                euler = diffusers.FlowMatchEulerDiscreteScheduler
+                scheduler = euler.from_config(config, shift=config.get("flow_shift", 1.0))
+            return cls(scheduler, "velocity", flow.LINEAR)
+        ddim = diffusers.DDIMScheduler
+        if predicts not in PREDICTS or type(scheduler).__name__ not in ddim._compatibles:
+            raise Refused(f"{name} with the prediction type {predicts} is unknown")
+        # Options that change more than the steps of the solver
+        for option in ("trained_betas", "rescale_betas_zero_snr", "thresholding", "use_flow_sigmas"):
+            if config.get(option):
+                raise Refused(f"{name} has {option}, which Atoll's noise schedules and samplers do not have")
+        if betas not in BETAS or config.get("timestep_type", "discrete") != "discrete":
+            raise Refused(f"{name} has no table of betas ({betas}) with a number for each step")
+        ends = {} if betas == "squaredcos_cap_v2" else {key: config[key] for key in ("beta_start", "beta_end")}
+        schedule = flow.schedule(BETAS[betas], steps=config.num_train_timesteps, **ends)
+        table = torch.tensor(schedule.alphas_cumprod)  # type: ignore[attr-defined]
+        if not torch.allclose(table, scheduler.alphas_cumprod.cpu().float(), rtol=1e-4):
+            raise Refused(f"{name} has another table of alphas_cumprod than its betas give")
+        # With these options, each step begins where the one before has ended, for any number of steps.
+        steps = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": False}
+        return cls(ddim.from_config(config, **steps, clip_sample=False), PREDICTS[predicts], schedule)
+
+    def following(self, output: Tensor, x: Tensor, time: float, next_time: float) -> Tensor:
+        """Move states x (batch, …) to the next time, by the x0 and the noise that the network predicts."""
+        now, then = torch.tensor([[time], [next_time]], device=x.device)
+        pair = flow.to_pair(output, x, now, prediction=self.prediction, schedule=self.schedule)
+        return self.schedule.add_noise(pair.x0, pair.eps, then)
 
 
 class StandIn:
@@ -93,7 +149,9 @@ class StandIn:
 
 
 def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("meta", torch.float32 if leaf.is_floating_point() else leaf.dtype)  # the network is in float32
 
 
 @contextmanager
@@ -122,6 +180,8 @@ class Recorder:
     """The same network on the meta device."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call of the pipeline."""
+    scheduler: Any = None
+    """Instead of the pipeline's own."""
 
     def run(
         self,
@@ -135,7 +195,7 @@ class Recorder:
         **options: Any,
     ) -> list[Step]:
         """Call the pipeline and return the scheduler's steps. `last` replaces the result of the last one."""
-        scheduler = self.pipe.scheduler
+        scheduler = self.scheduler or self.pipe.scheduler
         original, parameters = scheduler.step, inspect.signature(scheduler.step)
         calls: list[tuple[Arguments, Any]] = []
         found: list[Step] = []
@@ -149,8 +209,13 @@ class Recorder:
             before, output = given["sample"].clone(), given["model_output"].clone()
             result = original(*args, **kwargs)
             moved = result[0]
-            sigma, following = scheduler.sigmas[len(found) : len(found) + 2].tolist()
-            found.append(Step(sigma, following, before, output, moved.clone(), tuple(calls)))
+            if hasattr(scheduler, "sigmas"):
+                time, following = scheduler.sigmas[len(found) : len(found) + 2].tolist()
+            else:
+                count, now = scheduler.config.num_train_timesteps, int(given["timestep"])
+                past = max(now - count // scheduler.num_inference_steps, 0)
+                time, following = now / (count - 1), past / (count - 1)
+            found.append(Step(time, following, before, output, moved.clone(), tuple(calls)))
             calls.clear()
             if last is not None and len(found) == steps:
                 moved.copy_(last.reshape(moved.shape))
@@ -166,7 +231,8 @@ class Recorder:
             **options,
         }
         stand_in = StandIn(self.network, call, torch.device(self.pipe._execution_device))
-        replacements = replaced(self.pipe, **{self.slot: stand_in}), replaced(scheduler, step=step)
+        parts = {self.slot: stand_in, "scheduler": scheduler}
+        replacements = replaced(self.pipe, **parts), replaced(scheduler, step=step)
         with replacements[0], replacements[1], torch.no_grad(), suppress(Stopped):
             self.pipe(prompt=list(prompts), **call_options)
         return found
@@ -218,14 +284,12 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
 
     Return also the recorder with the options that it needs, and notes about what was switched off.
     """
-    scheduler = recorder.pipe.scheduler
-    predicts = scheduler.config.get("prediction_type", FLOW)
-    if predicts != FLOW or not hasattr(scheduler, "sigmas"):
-        raise Refused(
-            f"its {type(scheduler).__name__} has the prediction type {predicts}, so the network predicts no velocities "
-            "of flow matching"
-        )
-    recorder, state, notes = _without_guidance(recorder, size)
+    own, process = recorder.pipe.scheduler, Process.of(recorder.pipe.scheduler)
+    recorder, state, notes = _without_guidance(replace(recorder, scheduler=process.scheduler), size)
+    if own.config.get("clip_sample"):
+        notes.append("clip_sample is off: the predicted latents are not clipped")
+    if type(process.scheduler) is not type(own):
+        notes.append(f"traced with {type(process.scheduler).__name__} instead of {type(own).__name__}")
     steps = recorder.run(PROMPTS[:1], size, steps=FIT_STEPS, network=lambda own: recorder.imitate(own, state))
     calls = {len(step.calls) for step in steps}
     if len(steps) < FIT_STEPS - 1 or calls != {1}:
@@ -246,7 +310,8 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     times = [step.calls[0][0][time] for step in steps]
     if not all(isinstance(value, Tensor) and value.numel() == 1 for value in times):
         raise Refused(f"the argument {time} changes with the time, but is not one number for each image")
-    scale, offset = _fit_line([step.sigma for step in steps], times, time)
+    known = process.schedule.timestep(torch.tensor([step.time for step in steps], dtype=torch.float64)) / 1000
+    scale, offset = _fit_line(known, times, time)
     signs = {_sign(step) for step in steps}
     if signs not in ({1}, {-1}):
         raise Refused("the scheduler gets neither the network's output nor its negative")
@@ -278,28 +343,34 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
         batching=batching,
         by_prompt=by_prompt,
         options=json.loads(json.dumps(recorder.options)),
+        prediction=process.prediction,
+        schedule=process.schedule.spec.model_dump(mode="json"),
     )
 
-    # Our own Euler loop against the pipeline: another prompt, size and number of steps
+    # Our own loop against the pipeline: another prompt, size and number of steps
     steps = recorder.run(
         PROMPTS[1:], other, steps=CHECK_STEPS, seed=1, network=lambda own: recorder.imitate(own, state)
     )
-    x = steps[0].sample
+    x = steps[0].sample.float()
     for step in steps:
-        made = network_arguments(found, x, torch.tensor([step.sigma]), [two_wide])
-        made[time] = made[time].to(step.calls[0][0][time].dtype)
-        x = x + (step.next_sigma - step.sigma) * found.sign * prediction(recorder.imitate(made, state), x)
+        now = process.schedule.timestep(torch.tensor([step.time], dtype=torch.float64)) / 1000
+        made, dtype = network_arguments(found, x, now, [two_wide]), step.calls[0][0][time].dtype
+        made[time] = (made[time] if dtype.is_floating_point else made[time].round()).to(dtype)
+        output = found.sign * prediction(recorder.imitate(made, state), x)
+        x = process.following(output, x, step.time, step.next_time)
     goal = steps[-1].result
     error = ((x - goal).square().mean() / goal.square().mean()).sqrt().item()
     if not error <= TOLERANCE:
-        name = type(scheduler).__name__
-        raise Refused(f"Atoll's Euler loop differs from the pipeline with its {name} by {error:.1e} at {other}")
+        name = type(process.scheduler).__name__
+        raise Refused(f"Atoll's own loop differs from the pipeline with its {name} by {error:.1e} at {other}")
     return found, recorder, notes
 
 
 def _without_guidance(recorder: Recorder, size: Size) -> tuple[Recorder, str, list[str]]:
     """Switch guidance and changed prompts off. Return the recorder, the name of the state, and notes."""
     known = inspect.signature(recorder.pipe.__call__).parameters
+    if "prompt" not in known:
+        raise Refused(f"the pipeline takes no prompt, only {', '.join(name for name in known if name != 'self')}")
     options, notes = dict(recorder.options), []
     for name, parameter in known.items():
         if REWRITES.search(name) and parameter.default and name not in options:
@@ -351,18 +422,17 @@ def _state_tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2 else None
 
 
-def _fit_line(sigmas: Sequence[float], values: Sequence[Tensor], name: str) -> tuple[float, float]:
-    """Return (a, b) of value = a · sigma + b."""
-    x = torch.tensor(sigmas, dtype=torch.float64)
+def _fit_line(x: Tensor, values: Sequence[Tensor], name: str) -> tuple[float, float]:
+    """Return (a, b) of value = a · x + b."""
     y = torch.stack([value.reshape(()).double() for value in values])
     a, b = torch.linalg.lstsq(torch.stack([x, torch.ones_like(x)], 1), y[:, None]).solution[:, 0].tolist()
-    # Relative to the largest value: rounding of the time, and of sigma in the scheduler.
+    # Relative to the largest value: rounding of the time, in the pipeline and in the scheduler.
     precision = max(1e-5, 2 * torch.finfo(values[0].dtype).eps) if values[0].is_floating_point() else 1e-3
     for line in (*CONVENTIONS, (a, b)):
         if (line[0] * x + line[1] - y).abs().max() <= precision * y.abs().max():
             return line
-    pairs = ", ".join(f"{one:.4g} at {other:.4g}" for one, other in zip(y.tolist(), sigmas, strict=True))
-    raise Refused(f"the argument {name} is not a · sigma + b: {pairs}")
+    pairs = ", ".join(f"{one:.4g} at {other:.4g}" for one, other in zip(y.tolist(), x.tolist(), strict=True))
+    raise Refused(f"the argument {name} is not a · time + b: {pairs}")
 
 
 def _sign(step: Step) -> int:
@@ -411,11 +481,15 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
         found: list[Tensor] = []
 
         def decode(z: Tensor, *_: Any, **__: Any) -> Any:
-            found.append(z.float())
+            found.append(z.float().cpu())
             raise Stopped
 
-        with replaced(recorder.pipe.vae, decode=decode):
-            recorder.run(PROMPTS[:1], size, steps=1, last=state, output_type="pt")
+        # Pipelines may cast the state to the autoencoder's precision, and half precision cannot count its values. With
+        # a single step, some end with the predicted x0.
+        vae, dtype = recorder.pipe.vae, recorder.pipe.vae.dtype
+        with replaced(vae.float(), decode=decode):
+            recorder.run(PROMPTS[:1], size, steps=2, last=state, output_type="pt")
+        nn.Module.to(vae, dtype)  # diffusers' own method warns about dtypes
         return found[0]
 
     zero = decoder_input(torch.zeros(values))

@@ -5,6 +5,7 @@ sums the matrix products. `atoll.train.estimate` estimates the memory of trainin
 """
 
 import json
+import re
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +24,8 @@ from atoll.nets.blocks import hidden_matrices, transformer_blocks
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one matrix product for the inputs, one for the weights."""
+LEVEL = re.compile(r"(down|mid|up)_blocks?(?:\.(\d+))?")
+"""Where a layer of a UNet of diffusers is: the side, and the number of the block."""
 FIRST_ROWS = 256
 """Rows of the first measured product. They are doubled while a product takes less than `MEASURED_SECONDS`."""
 MEASURED_SECONDS = 0.02
@@ -139,14 +142,19 @@ def _base_blocks(base: nn.Module) -> list[nn.Module]:
 def _estimate(config: BaseConfig, shape: tuple[int, ...]) -> Cost:
     """Estimate the cost of a base network, whose arguments are unknown here: every weight once for each token.
 
-    Attention and the tokens of the prompt are left out.
+    Attention and the tokens of the prompt are left out. A UNet halves the sides from one block to the next.
     """
     with torch.device("meta"):
         network = build(config)
     assert isinstance(network, BaseExpert)
-    tokens = shape[1] * shape[2] // config.patch**2
-    layers = [layer for layer in network.base.modules() if isinstance(layer, nn.Linear)]
-    products = [Product(tokens, layer.in_features, layer.out_features) for layer in layers]
+    levels, places, products = len(getattr(network.base, "down_blocks", ())), shape[1] * shape[2], []
+    for path, layer in network.base.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            found = LEVEL.match(path)
+            number = int(found[2] or 0) if found else 0
+            level = number if found is None or found[1] == "down" else levels - 1 - number
+            tokens = places // (4**level if levels else config.patch**2)
+            products.append(Product(tokens, layer.weight[0].numel(), layer.weight.shape[0]))
     parameters = sum(parameter.numel() for parameter in network.parameters())
     whole = sum(parameter.numel() for parameter in network.base.parameters())
     return Cost(
@@ -155,7 +163,7 @@ def _estimate(config: BaseConfig, shape: tuple[int, ...]) -> Cost:
         max(products, key=lambda product: product.flops),
         0,
         len(_base_blocks(network.base)),
-        sum(tokens * product.outputs for product in products),
+        sum(product.rows * product.outputs for product in products),
         BACKWARD if config.lora is None else 1,
         whole - parameters,
     )

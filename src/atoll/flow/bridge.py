@@ -171,6 +171,16 @@ class Bridge:
             v = torch.where(x0 == bounded, v, (state - bounded) / t_wide)
         return (v - mean if self._off_center else v).to(x.dtype)
 
+    def linear_state(self, state: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x (batch, …) and t (batch,) of the linear path from the input of a network: the inverse of `query`."""
+        time = (timestep / self.schedule.timestep(torch.ones_like(timestep))).clamp(0, 1)
+        if self.identity:
+            return state, time
+        t = LINEAR.time_of_log_snr(self.schedule.log_snr(time))
+        # 1/c of equation (2), without a division by alpha or sigma alone, which may be 0
+        norm = torch.hypot(self.schedule.alpha(time), self.schedule.sigma(time)) * self.schedule.input_scale(time)
+        return broadcast(torch.hypot(1 - t, t) / norm, state).to(state) * state, t
+
     def wrap(self, network: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return the network as a velocity field `field(x, t, **condition)`."""
 

@@ -5,7 +5,7 @@ memory. An expert with an adapter has only the adapter as its parameters: the op
 the files of the expert see nothing else. The adapters of all experts are injected into the layers of the one base, and
 an expert activates its own before it calls it.
 
-    x (batch, C, H, W) ─ pack ─> state ─ network(state, time, **arguments) ─> ± velocity ─ unpack ─> (batch, C, H, W)
+    x (batch, C, H, W) ─ pack ─> state ─ network(state, time, **arguments) ─> ± prediction ─ unpack ─> (batch, C, H, W)
 """
 
 import itertools
@@ -86,7 +86,7 @@ def opened_base(config: BaseConfig, network: nn.Module) -> Iterator[None]:
 
 
 class BaseExpert(nn.Module):
-    """A base network as an expert that predicts velocities of latents (batch, channels, height, width)."""
+    """A base network as an expert for latents (batch, channels, height, width). It predicts what its base does."""
 
     def __init__(self, config: BaseConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class BaseExpert(nn.Module):
         )
 
     def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
-        """Return velocities of noisy latents x (batch, C, H, W) at timesteps from 0 to 1000."""
+        """Return predictions for noisy latents x (batch, C, H, W) at timesteps from 0 to 1000."""
         if condition is None or condition.arguments is None or condition.table is None:
             raise ValueError("a base network needs the arguments of its prompts; those of no prompt are row 0")
         trace, base = self.config.trace, self._base[0]
@@ -134,7 +134,7 @@ class BaseExpert(nn.Module):
         )
         precision = next(base.parameters()).dtype
         table = condition.table.on(x.device, precision)
-        sigma = (timestep / 1000).reshape(-1).expand(len(x))
+        time = (timestep / 1000).reshape(-1).expand(len(x))
         self.activate()
         # Images with arguments of one signature share a call.
         groups: dict[Any, list[int]] = {}
@@ -145,13 +145,13 @@ class BaseExpert(nn.Module):
         for places in groups.values():
             chosen = state if len(groups) == 1 else state[places]
             found = [table.rows[int(rows[place])] for place in places]
-            output = base(**network_arguments(trace, chosen, sigma[places], found))
+            output = base(**network_arguments(trace, chosen, time[places], found))
             outputs.append(trace.sign * prediction(output, chosen))
-        velocity = outputs[0]
+        predicted = outputs[0]
         if len(groups) > 1:
             order = torch.tensor(list(itertools.chain(*groups.values())), device=x.device)
-            velocity = torch.cat(outputs)[order.argsort()]
-        return unpack(velocity, trace, x)
+            predicted = torch.cat(outputs)[order.argsort()]
+        return unpack(predicted, trace, x)
 
     def activate(self, others: Mapping[str, Sequence[str]] | None = None) -> None:
         """Let the base compute with this adapter, and with `others`, which are names of adapters by layer."""
@@ -245,13 +245,13 @@ def unpack(state: Tensor, trace: TraceSpec, like: Tensor) -> Tensor:
     return state.transpose(1, 2).reshape(like.shape) if trace.packed else state.reshape(like.shape)
 
 
-def network_arguments(trace: TraceSpec, state: Tensor, sigma: Tensor, conditions: Sequence[Arguments]) -> Arguments:
+def network_arguments(trace: TraceSpec, state: Tensor, time: Tensor, conditions: Sequence[Arguments]) -> Arguments:
     """Return a network's arguments for states (batch, …), times (batch,) and conditions of one signature."""
     made = {name: join([own[name] for own in conditions], how) for name, how in trace.batching.items()}
     sizes = iter(size for size in state.shape[1:] if size != 1)
     shaped = state.reshape(len(state), *(1 if size == 1 else next(sizes) for size in trace.state_shape))
     made[trace.state] = list(shaped) if trace.state_list else shaped
-    made[trace.time] = trace.scale * sigma + trace.offset
+    made[trace.time] = trace.scale * time + trace.offset
     return made
 
 

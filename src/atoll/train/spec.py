@@ -133,9 +133,14 @@ def resolve_job(
         changes = "; ".join(differences(found.to_dict(), network.to_dict()))
         raise AtollError(f"{job} has another network than the shared start it begins with: {changes}")
 
-    own = objective_choice and (objective_choice.schedule, objective_choice.prediction)
-    if isinstance(network, BaseConfig) and own not in (None, ("linear", "velocity")):
-        raise AtollError(f"{job}: a base network predicts velocities; its objective must be flow-matching")
+    # Objective
+    parts = objective_choice.model_dump() if objective_choice else {}
+    if isinstance(network, BaseConfig) and kind == "student" and network.trace.prediction != "velocity":
+        raise AtollError(f"a student predicts velocities, and its base {network.trace.prediction}; set student.network")
+    if isinstance(network, BaseConfig) and parts:
+        if "experts" in config.model_fields_set:
+            network.trace.check_objective(parts["schedule"], parts["prediction"])
+        parts |= {"schedule": network.trace.schedule, "prediction": network.trace.prediction}
 
     # Settings
     settings = job_settings(config, kind)
@@ -171,7 +176,7 @@ def resolve_job(
         network=network,
         init_from=None if from_start else init_from,
         from_start=from_start,
-        objective=None if objective_choice is None else objective(**objective_choice.model_dump()).spec,
+        objective=objective(**parts).spec if parts else None,
         settings=TrainSection.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         align=align and replace(align, images=math.ceil(steps * until) * settings.batch_size),
         teacher_block=config.student.block,

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from atoll import flow
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.networks import BaseConfig, TraceSpec
@@ -85,8 +84,8 @@ def attach(
         config = reference.declaration.network
         if not isinstance(config, BaseConfig) or config.lora is None:
             raise AtollError(f"{reference.declaration.name} is a whole network, not an adapter; use atoll.load")
-        bridge = reference.declaration.bridge
-        if (bridge.schedule, bridge.prediction) != (flow.LINEAR, "velocity"):
+        bridge, own = reference.declaration.bridge, config.trace
+        if (bridge.schedule.spec.model_dump(mode="json"), bridge.prediction) != (own.schedule, own.prediction):
             raise AtollError(f"{reference.declaration.name} was trained for another objective than its base")
         configs.append(config)
     config = configs[0]
@@ -207,7 +206,9 @@ class Attached(nn.Module):
             x = state.reshape(batch, *(side for side, traced in pairs if traced != 1))
         # Times in bfloat16 are rounded, possibly beyond 1.
         time = torch.as_tensor(arguments[trace.time]).float().reshape(-1)
-        t = ((time - trace.offset) / trace.scale).clamp(0, 1).expand(batch).cpu()
+        timestep = (1000 * (time - trace.offset) / trace.scale).expand(batch).cpu()
+        # The router is trained on the linear path, whatever the path of the network is.
+        x, t = ensemble.declarations[0].bridge.linear_state(x.float(), timestep)
         cluster = None
         if self.clusters is not None:
             if batch % len(self.clusters):
@@ -226,7 +227,7 @@ class Attached(nn.Module):
             condition = Condition(pooled=vectors, dropped=dropped)
         if ensemble.router is not None:
             ensemble.router.network.to(x.device)
-        return ensemble.route(x.float(), t, BatchConditions.of(condition, torch.arange(batch)), cluster=cluster)
+        return ensemble.route(x, t, BatchConditions.of(condition, torch.arange(batch)), cluster=cluster)
 
 
 def _slot(pipe: Any) -> str:
