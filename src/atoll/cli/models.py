@@ -95,6 +95,8 @@ class Export:
         size = sum(entry.size for entry in made.files.values())
         print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB; its card is README.md. To use it:")
         if not (self.destination / INDEX_FILE).is_file():
-            print(f'  pipe.load_lora_weights("{self.destination}/expert_0"), or atoll.attach(pipe, "{self.folder}")')
+            print(
+                f'  atoll.attach(pipe, "{self.destination}"), or pipe.load_lora_weights("{self.destination}/expert_0")'
+            )
             return
         print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import threading
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from atoll.core.device import compute_dtype, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
-from atoll.core.networks import BASE, BaseConfig, TraceSpec
+from atoll.core.networks import BASE, LOCAL, BaseConfig, TraceSpec
 from atoll.core.sizes import Size
 from atoll.encoders.hub import public_name
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
@@ -49,6 +50,11 @@ class BaseName:
     def parse(cls, name: str) -> "BaseName":
         """Find the folder of a base, and read the list of its components."""
         model, _, options = name.removeprefix(BASE).partition("#")
+        if model == LOCAL:
+            raise AtollError(
+                "the base model is a folder of somebody else's machine; get a copy of it, and set "
+                "networks.default.base in atoll.yaml to its path"
+            )
         folder = model_folder(model)
         file = folder / "model_index.json"
         if not file.is_file():
@@ -109,6 +115,8 @@ class BasePipeline:
             self.pipe.enable_model_cpu_offload(device=self.device)
         self._recorder = Recorder(self.pipe, slot, network, self.name.options)
         self._unpackings: dict[Size, Unpacking] = {}
+        self._lock = threading.RLock()
+        """Held while a recorder replaces parts of the pipeline, and while others use these parts."""
         self._video = False
         """Whether the autoencoder takes videos, here of one frame."""
         self.traced = self._trace()
@@ -199,7 +207,8 @@ class BasePipeline:
     def arguments(self, prompt: str, size: Size) -> Arguments:
         """Return the arguments of the network for a prompt, for an image of this size in pixels, on the CPU."""
         spec, _ = self.traced
-        found = self.recorder.arguments([prompt], size)
+        with self._lock:
+            found = self.recorder.arguments([prompt], size)
         return {name: _on_cpu(value) for name, value in found.items() if name in spec.batching}
 
     def pooled(self, arguments: Arguments) -> Tensor:
@@ -211,7 +220,8 @@ class BasePipeline:
     def _unpacking(self, size: Size) -> Unpacking:
         """Return the map from states to the autoencoder's latents, for images of a size in pixels."""
         if size not in self._unpackings:
-            found = unpacking(self.recorder, size)
+            with self._lock:
+                found = unpacking(self.recorder, size)
             self._video = len(found.shape) == 4
             expected = self._encoded(torch.zeros(1, 3, size.height, size.width))["mean"].shape[1:]
             if tuple(expected) != found.shape:
@@ -234,7 +244,8 @@ class BasePipeline:
         return channels, size.height // factor, size.width // factor
 
     def _state_shape(self, size: Size) -> tuple[int, ...]:
-        return tuple(self.recorder.run(PROMPTS[:1], size, steps=1)[0].sample.shape[1:])
+        with self._lock:
+            return tuple(self.recorder.run(PROMPTS[:1], size, steps=1)[0].sample.shape[1:])
 
     def _encoded(self, x: Tensor) -> dict[str, Tensor]:
         vae = self.pipe.vae
@@ -268,7 +279,7 @@ class BasePipeline:
         spec, _ = self.traced
         states = latents.flatten(2).transpose(1, 2) if spec.packed else latents
         z = self._unpacking(size).unpack(states.float().cpu())
-        with deterministic_inference():
+        with self._lock, deterministic_inference():
             vae = self.pipe.vae
             x: Tensor = vae.decode(z.to(vae.device, vae.dtype), return_dict=False)[0]
         x = x[:, :, 0] if x.ndim == 5 else x

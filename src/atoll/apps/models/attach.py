@@ -42,6 +42,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.routing import parse
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import DeviceOptions, open_router
+from atoll.experts.pipeline_folder import is_folder, open_folder
 from atoll.experts.run import open_run
 from atoll.nets import Condition
 from atoll.nets.arguments import Arguments, bound, take
@@ -62,7 +63,7 @@ def attach(
     strict: bool = False,
     verify: bool = False,
 ) -> Any:
-    """Put the experts of a run into the network of a diffusers pipeline; return the pipeline.
+    """Put the experts of a run, or of an export of adapters, into the network of a pipeline; return the pipeline.
 
     `model` is `experts` or one of them (`expert:3`). `routing` is as in `atoll sample`. With `oracle`, all images are
     of `cluster`, or of these clusters in turn. Experts that are not finished are left out; with `strict` they are an
@@ -75,9 +76,12 @@ def attach(
     rule = parse(routing)
     if rule.draws:
         raise AtollError(f"routing {routing!r} draws an expert for an image, but calls of a network name no images")
-    if not (Path(run) / CONFIG_FILE).is_file():
-        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
-    opened = open_run(Path(run), model, verify=verify, strict=strict, find_base=False)
+    if (Path(run) / CONFIG_FILE).is_file():
+        opened = open_run(Path(run), model, verify=verify, strict=strict, find_base=False)
+    elif is_folder(run):
+        opened = open_folder(run, model, find_base=False)
+    else:
+        raise AtollError(f"{run} is neither a run nor an export")
     if opened.missing:
         print(f"warning: {', '.join(opened.missing)} not finished; attached without", file=sys.stderr)
     configs = []
