@@ -38,7 +38,8 @@ JOB, WEIGHTS = "experts/000", "diffusion_pytorch_model.safetensors"
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the bases that other tests have opened: everybody finds their own."""
-    monkeypatch.setattr(bases, "FOLDERS", {})
+    for known in list(bases.FOLDERS):
+        monkeypatch.delitem(bases.FOLDERS, known)
 
 
 def set_base(folder: Path, base: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_hostile_adapter_is_refused_at_admission(trained_base: Path, new_run: 
     ann = remote(store, by="ann")
     folder = Path(shutil.copytree(trained_base / JOB, tmp_path / "hostile" / JOB)) / "final"
     tensors = load_file(folder / WEIGHTS)
-    for value, reason in ((float("nan"), "not finite"), (0.0, "an untrained network of its kind"), (50.0, "its ")):
+    for value, reason in ((float("nan"), "not finite"), (0.0, "an untrained network of its kind"), (50.0, "measured here: nan")):
         save_file({name: torch.full_like(own, value) for name, own in tensors.items()}, folder / WEIGHTS)
         artifact = Artifact(tmp_path / "hostile", f"{JOB}/final")
         entry = FileEntry((folder / WEIGHTS).stat().st_size, sha256_of(folder / WEIGHTS))
