@@ -122,7 +122,11 @@ def test_a_hostile_adapter_is_refused_at_admission(trained_base: Path, new_run: 
     ann = remote(store, by="ann")
     folder = Path(shutil.copytree(trained_base / JOB, tmp_path / "hostile" / JOB)) / "final"
     tensors = load_file(folder / WEIGHTS)
-    for value, reason in ((float("nan"), "not finite"), (0.0, "an untrained network of its kind"), (50.0, "measured here: nan")):
+    for value, reason in (
+        (float("nan"), "not finite"),
+        (0.0, "an untrained network of its kind"),
+        (50.0, "measured here: nan"),
+    ):
         save_file({name: torch.full_like(own, value) for name, own in tensors.items()}, folder / WEIGHTS)
         artifact = Artifact(tmp_path / "hostile", f"{JOB}/final")
         entry = FileEntry((folder / WEIGHTS).stat().st_size, sha256_of(folder / WEIGHTS))

@@ -174,16 +174,16 @@ def qwenimage() -> Any:
     return diffusers.QwenImagePipeline(shifted, autoencoder, encoder, tokenizer(1024), net)
 
 
-def hidream() -> Any:
+def hidream(side: int = 32) -> Any:
     net = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
         num_attention_heads=4, caption_channels=[32, 16], text_emb_dim=64, num_routed_experts=4,
-        num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(32, 32), llama_layers=(0, 1),
+        num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(side, side), llama_layers=(0, 1),
     )  # fmt: skip
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LAYER, hidden_size=16, output_hidden_states=True))
     text = (clip(True), tokenizer(), clip(True), tokenizer(), t5(), tokenizer(48), llama, tokenizer())
     made = diffusers.HiDreamImagePipeline(scheduler(shift=3.0), vae(scaling_factor=0.3), *text, net)
-    made.default_sample_size = 32  # it scales all images to this size
+    made.default_sample_size = side  # of latents; it scales all images to this size. In a folder it is 128.
     return made
 
 

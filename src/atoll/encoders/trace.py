@@ -416,6 +416,8 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
 
         with replaced(recorder.pipe.vae, decode=decode):
             recorder.run(PROMPTS[:1], size, steps=1, last=state, output_type="pt")
+        if not found:
+            raise Refused("the pipeline does not call the method decode of its autoencoder")
         return found[0]
 
     zero = decoder_input(torch.zeros(values))
