@@ -63,6 +63,18 @@ def test_a_mixed_export_is_its_run(mixed: Path, base: Path, tmp_path: Path) -> N
     assert not [file for file in exported.rglob("*.json") if str(base.parent) in file.read_text()]
 
 
+def test_an_adapter_and_a_network_without_a_base_are_one_model(trained_base: Path, base: Path, tmp_path: Path) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    shutil.copytree(trained_base, run, ignore=shutil.ignore_patterns("001"))
+    own = json.dumps({"name": "DiT-XS/2", "width": 32, "depth": 1, "heads": 2})
+    options = ("--train.conditioning", "none", "--train.total_images", "16")
+    assert cli.main(["train", str(run), "--expert", "1", "--networks.1", own, *options]) == 0
+    together = latents(run, routing="full")
+    close(together, latents(run, routing="full", batch_size=1))
+    assert cli.main(["export", str(run), str(exported)]) == 0
+    close(latents(exported, base=base, routing="full"), together)
+
+
 def test_exported_adapters_are_their_run(
     trained_base: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

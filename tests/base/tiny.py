@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import tiny_base
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tiny_base import VOCABULARY
 from torch import nn
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-VOCABULARY = 300
-"""More than the special tokens and the bytes: some encoders have tokens of their own."""
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
@@ -37,14 +34,8 @@ GRID: dict[str, Any] = {
 
 
 def tokenizer(longest: int = 77) -> Any:
-    """Return a tokenizer of bytes."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *BYTES))}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=longest, **names)
+    """Return a tokenizer of bytes for a language model."""
+    made = tiny_base.tokenizer(longest)
     made.chat_template = CHAT
     return made
 
@@ -85,11 +76,7 @@ def scheduler(**settings: Any) -> Any:
 
 
 def flux() -> Any:
-    net = diffusers.FluxTransformer2DModel(
-        **PACKED, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True
-    )
-    shifted = scheduler(use_dynamic_shifting=True)
-    return diffusers.FluxPipeline(shifted, vae(), clip(), tokenizer(), t5(), tokenizer(48), net)
+    return tiny_base.tiny_base()
 
 
 def sd3() -> Any:

@@ -222,7 +222,7 @@ class Sampler:
         if prompts is not None and labels is not None and len(prompts) != len(labels):
             raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected equal numbers")
         conditioning, device = self.ensemble.conditioning, self.ensemble.device
-        text = mask = pooled = label = None
+        text = mask = pooled = label = rows = table = None
         if "arguments" in conditioning:
             base = self.encoders.autoencoder()
             assert isinstance(base, BasePipeline)
@@ -235,15 +235,15 @@ class Sampler:
             # Row 0 is the null condition. The prompts of a base network have arguments for one size.
             found = [base.arguments(prompt, size or self.sizes[0]) for prompt in ("", *(prompts or ()))]
             table = ArgumentTable(found, base.traced[0].batching)
-            rows = upload(torch.arange(1, len(found)) if prompts else torch.zeros(1, dtype=torch.long), device)
+            count = len(labels or [None])
+            rows = upload(torch.arange(1, len(found)) if prompts else torch.zeros(count, dtype=torch.long), device)
             if prompts:
                 pooled = torch.stack([base.pooled(own) for own in found[1:]]).to(device)
-            return Condition(pooled=pooled, arguments=rows, table=table)
-        if prompts is not None and conditioning & {"text", "pooled"}:
+        elif prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
             label = upload(torch.tensor([self.class_number(name) for name in labels]), device)
-        return Condition(text, mask, pooled, label)
+        return Condition(text, mask, pooled, label, rows, table=table)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Return the images of normalized latents (images, C, H, W); raise an error for latents that are not finite."""

@@ -114,13 +114,12 @@ class AdapterIndex(Foreign):
         """The folders of all networks."""
         return [f"expert_{number}" for number in range(len(self.experts))] + (["router"] if self.router else [])
 
-    def encoders(self, declared: Declaration, base: str | None) -> Encoders:
+    def encoders(self, experts: Sequence[Declaration], base: str | None) -> Encoders:
         """Find the pipeline of the base, in the folder `base` if one is given; let experts open its network."""
-        network = declared.network
-        if not isinstance(network, BaseConfig) or network.weights != self.base.fingerprint:
-            raise AtollError(
-                f"{declared.name} is not an expert of the base that {ADAPTERS_FILE} names; export it again"
-            )
+        networks = [own.network for own in experts if isinstance(own.network, BaseConfig)]
+        if {own.weights for own in networks} != {self.base.fingerprint}:
+            raise AtollError(f"the experts are not those of the base that {ADAPTERS_FILE} names; export them again")
+        network, declared = networks[0], experts[0]
         wanted = f"{self.base.name} with the fingerprint {network.weights[:16]}"
         if base is None and self.base.name == LOCAL:
             raise AtollError(
@@ -160,7 +159,7 @@ def open_folder(source: str | Path, model: str, *, base: str | None = None, find
         experts = [expert.reference() for expert in stored.values()]
         declared = experts[0].declaration
         if adapters is not None and find_base:
-            encoders = adapters.encoders(declared, base)
+            encoders = adapters.encoders([own.declaration for own in experts], base)
         else:
             encoders = Encoders.of_folder(folder, declared.latents, declared.text)
         return ModelReference(experts, router, encoders).choose(model, folder)

@@ -30,6 +30,7 @@ from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Codec
 from atoll.encoders.base_pipeline import BaseName
 from atoll.encoders.hub import public_name
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler, load
 from atoll.experts import network_folder
 from atoll.experts.pipeline_folder import (
@@ -64,8 +65,8 @@ def export(run: Path, destination: Path, model: str = "experts", *, license: str
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
-    base = ensemble.declarations[0].network
-    if not (destination / CARD_FILE).exists() and isinstance(base, BaseConfig):
+    base = _base_of(ensemble)
+    if not (destination / CARD_FILE).exists() and base is not None:
         text = _adapter_card(destination.name, base, len(ensemble.references), license)
         (destination / CARD_FILE).write_text(text, encoding="utf-8")
     elif not (destination / CARD_FILE).exists():
@@ -126,8 +127,8 @@ def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str
 
     ensemble, folder = sampler.ensemble, artifact.folder
     index: dict[str, list[str | None]] = {}
-    base = ensemble.declarations[0].network
-    slot = BaseName.parse(configuration.load(run).text.encoder).slot if isinstance(base, BaseConfig) else ""
+    base = _base_of(ensemble)
+    slot = "" if base is None else BaseName.parse(configuration.load(run).text.encoder).slot
     # 5: router, vae, text_encoder, tokenizer and scheduler.
     with progress("exporting", len(ensemble.references) + 5, unit="components") as bar:
 
@@ -153,14 +154,11 @@ def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str
             content = _public(layout.ROUTER, trained[layout.ROUTER])
             network_folder.write(folder / "router", ensemble.router.network, content, density=None)
             add("router", COMPONENTS, ROUTER_CLASS)
-        if isinstance(base, BaseConfig):
+        if base is not None:
             experts = [{"job": own.name, "clusters": own.clusters} for own in ensemble.declarations]
             named = {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class}
-            fields: dict[str, Any] = {
-                "base": named,
-                "experts": experts,
-                "router": "router" if ensemble.router else None,
-            }
+            router = "router" if ensemble.router else None
+            fields: dict[str, Any] = {"base": named, "experts": experts, "router": router}
             artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
             return
         codec = sampler.encoders.autoencoder()
@@ -179,6 +177,11 @@ def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
     remove_source_paths(artifact.folder)
+
+
+def _base_of(ensemble: Ensemble) -> BaseConfig | None:
+    """Return the base of the experts; None if they have none."""
+    return next((own.network for own in ensemble.declarations if isinstance(own.network, BaseConfig)), None)
 
 
 def _adapter_card(name: str, base: BaseConfig, count: int, license: str | None) -> str:

@@ -16,7 +16,7 @@ from atoll.core import config as configuration
 from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import TrainSection
 from atoll.core.errors import AtollError
-from atoll.core.networks import LOCAL
+from atoll.core.networks import BASE, LOCAL
 from atoll.encoders.hub import public_name
 from atoll.verify.untrusted import MAX_TEXT, Refused, check_bounded
 
@@ -93,8 +93,11 @@ def not_shared(config: Config) -> list[str]:
     for section, values in changed.items():
         if section not in SHARED:
             names.append(section)
-        elif isinstance(values, dict) and section not in ("experts", "networks"):
-            names += [f"{section}.{key}" for key, value in values.items() if shared[section].get(key) != value]
+        elif section == "networks":
+            names += [f"networks.{key}.base" for key, value in values.items() if shared[section][key] != value]
+        elif isinstance(values, dict) and section != "experts":
+            own = {key: value for key, value in values.items() if not str(value).startswith(BASE)}
+            names += [f"{section}.{key}" for key, value in own.items() if shared[section].get(key) != value]
     return names
 
 
