@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ from torch import Tensor
 import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
+from atoll.core.networks import BaseConfig, LoraSpec
+from atoll.nets.base import BaseExpert
 from base.conftest import FAMILY
+from base.test_families import with_effect
 from base.tiny import pipeline
 
 PROMPTS = ["a red cube", "a blue ball, far away on a hill", "a green cross"]
@@ -40,6 +44,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, prepared_base: Path, base: P
     for expert, changes in (("0", ["--networks.default.lora.targets", "[to_q, to_k]"]), ("1", ["--networks.1", whole])):
         assert cli.main(["train", str(run), "--expert", expert, "--train.total_images", "16", *changes]) == 0
     return run
+
+
+@torch.no_grad()
+def test_an_adapter_of_few_layers_is_alone_in_the_base(trained_base: Path) -> None:
+    """The adapters of other experts are not active in the layers that it does not have."""
+    sampler = atoll.load(trained_base)
+    config = sampler.ensemble.declarations[0].network
+    assert isinstance(config, BaseConfig)
+    x, t, condition = sampler.noise(1, 0), torch.tensor([500.0]), sampler.encode(PROMPTS[:1])
+    few = with_effect(BaseExpert(replace(config, lora=LoraSpec(rank=2, targets=("to_q",)))))
+    alone = few(x, t, condition)
+    every = with_effect(BaseExpert(replace(config, lora=LoraSpec(rank=2))))
+    assert not torch.allclose(every(x, t, condition), alone)
+    assert torch.equal(few(x, t, condition), alone)
 
 
 @pytest.mark.parametrize("routing", ["nearest", "nearest:full", "nearest:drawn", "oracle"])
