@@ -19,9 +19,11 @@ Copy = Callable[..., Path]
 FAMILY = "flux"
 """Packed tokens, positions that depend on the size, a pooled prompt and an embedded guidance."""
 KINDS = (("red", "cube"), ("blue", "ball"), ("green", "cross"), ("yellow", "bar"))
+WORDS = ("a", "one", "that", "a big")
+"""Captions begin with these in turn, so that every cluster has captions in both splits."""
 ROUTER = {"name": "DiT-XS/2", "width": 32, "depth": 1, "heads": 2, "patch": 1}
 SETTINGS: dict[str, Any] = {
-    "data": {"resolution": 64, "val_fraction": 0.1, "chunk": 16},
+    "data": {"resolution": 64, "val_fraction": 0.2, "chunk": 16},
     "clusters": {"count": 2, "num_fine": 8},
     "features": {"resolution": 64},
     "networks": {"default": {"options": OPTIONS[FAMILY], "lora": {"rank": 4, "alpha": 4}}},
@@ -29,7 +31,7 @@ SETTINGS: dict[str, Any] = {
         "total_images": 48, "batch_size": 8, "lr": 1e-3, "warmup_images": 8, "log_every": 16, "save_every": 16,
         "sample_every": 0, "workers": 1,
     },
-    "router": {"network": ROUTER},
+    "router": {"network": ROUTER, "conditioning": "pooled"},
 }  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def draw(
         else:
             (pen.ellipse if kind == "ball" else pen.rectangle)(box, color)
         image.save(folder / f"{number:03d}.png")
-        rows.append((f"{number:03d}.png", f"a {color} {kind}"))
+        rows.append((f"{number:03d}.png", f"{WORDS[number // 4 % 4]} {color} {kind}"))
     with (folder / "metadata.csv").open("w") as file:
         csv.writer(file).writerows(rows)
     return folder

@@ -140,7 +140,7 @@ def test_one_expert_is_the_pipeline_with_its_adapter(case: Case) -> None:
             close(results[-1], wanted)
             assert (wanted - base).abs().max() > 1e-2
             atoll.detach(pipe)
-            atoll.attach(pipe, case.run, f"expert:{number}")
+            atoll.attach(pipe, case.exported, f"expert:{number}")
             close(latents(pipe, PROMPTS, [0, 1], **options), wanted)
         assert (results[0] - results[1]).abs().max() > 1e-2
         # Images of different clusters in one batch

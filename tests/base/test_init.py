@@ -1,14 +1,17 @@
 """`atoll init --base`: what it prints and writes, and that a refused base leaves nothing behind."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_base import tiny_base
 
 from atoll import cli
 from atoll.core import config as configuration
 from atoll.encoders import base_pipeline
+from base.tiny import OPTIONS, hidream
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,30 @@ def test_a_refused_base_leaves_nothing_behind(base: Path, tmp_path: Path, capsys
     assert cli.main(["init", str(run), "--base", str(other)]) == 2
     assert "EulerDiscreteScheduler has rescale_betas_zero_snr" in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_a_pipeline_that_scales_images_has_its_own_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for 64 pixels, it makes 256."""
+    base, options = tmp_path / "base", f"--networks.default.options={json.dumps(OPTIONS['hidream'])}"
+    hidream(128).save_pretrained(base)
+    assert cli.main(["init", str(tmp_path / "run"), "--base", str(base), options]) == 0
+    config = configuration.load(tmp_path / "run")
+    assert config.data.resolution == 256
+    opened = base_pipeline.open_base(config.latents.autoencoder)
+    assert opened.encode(np.zeros((1, 256, 256, 3), np.uint8))["mean"].shape == (1, 4, 128, 128)
+    assert cli.main(["init", str(tmp_path / "other"), "--base", str(base), options, "--data.resolution", "64"]) == 2
+    error = capsys.readouterr().err
+    assert "asked for an image of 64x64 pixels, the pipeline makes one of 256x256; set data.resolution to 256" in error
+
+
+def test_a_pipeline_that_cannot_decode_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(base, tmp_path / "broken"))
+    values = json.loads((broken / "vae/config.json").read_text())
+    (broken / "vae/config.json").write_text(json.dumps({**values, "scaling_factor": None}))
+    assert cli.main(["init", str(tmp_path / "run"), "--base", str(broken)]) == 2
+    assert "the pipeline fails when it decodes 64x64 pixels: unsupported operand" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def sample(run: Path, out: Path, *arguments: str) -> list[np.ndarray]:
 
 
 ROUTES = {
-    "top-1": (), "top-2": (), "nearest": (), "oracle": ("--clusters", "0", "1", "0"),
+    "top-1": (), "top-2": (), "drawn": (), "nearest": (), "oracle": ("--clusters", "0", "1", "0"),
     "full": ("--guidance-scale", "1"),
 }  # fmt: skip
 

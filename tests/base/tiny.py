@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import tiny_base
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tiny_base import VOCABULARY
 from torch import nn
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-VOCABULARY = 300
-"""More than the special tokens and the bytes: some encoders have tokens of their own."""
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
@@ -37,14 +34,8 @@ GRID: dict[str, Any] = {
 
 
 def tokenizer(longest: int = 77) -> Any:
-    """Return a tokenizer of bytes."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *BYTES))}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=longest, **names)
+    """Return a tokenizer of bytes for a language model."""
+    made = tiny_base.tokenizer(longest)
     made.chat_template = CHAT
     return made
 
@@ -95,11 +86,7 @@ def unet(**more: Any) -> nn.Module:
 
 
 def flux() -> Any:
-    net = diffusers.FluxTransformer2DModel(
-        **PACKED, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True
-    )
-    shifted = scheduler(use_dynamic_shifting=True)
-    return diffusers.FluxPipeline(shifted, vae(), clip(), tokenizer(), t5(), tokenizer(48), net)
+    return tiny_base.tiny_base()
 
 
 def sd3() -> Any:
@@ -184,16 +171,16 @@ def qwenimage() -> Any:
     return diffusers.QwenImagePipeline(shifted, autoencoder, encoder, tokenizer(1024), net)
 
 
-def hidream() -> Any:
+def hidream(side: int = 32) -> Any:
     net = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
         num_attention_heads=4, caption_channels=[32, 16], text_emb_dim=64, num_routed_experts=4,
-        num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(32, 32), llama_layers=(0, 1),
+        num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(side, side), llama_layers=(0, 1),
     )  # fmt: skip
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LAYER, hidden_size=16, output_hidden_states=True))
     text = (clip(True), tokenizer(), clip(True), tokenizer(), t5(), tokenizer(48), llama, tokenizer())
     made = diffusers.HiDreamImagePipeline(scheduler(shift=3.0), vae(scaling_factor=0.3), *text, net)
-    made.default_sample_size = 32  # it scales all images to this size
+    made.default_sample_size = side  # of latents; it scales all images to this size. In a folder it is 128.
     return made
 
 

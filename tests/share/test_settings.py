@@ -176,12 +176,8 @@ def test_shared_settings_survive_a_round_trip(new_run: Copy) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_settings_of_every_preset_without_a_base_can_be_shared(preset: str) -> None:
+def test_the_settings_of_every_preset_can_be_shared(preset: str) -> None:
     settings = config.resolve(PRESETS[preset])
-    if preset == "base":
-        with pytest.raises(AtollError, match="base model cannot be shared"):
-            shared_part(settings)
-        return
     assert shared_part(read_shared(shared_part(settings), "store")) == shared_part(settings)
 
 

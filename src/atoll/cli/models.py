@@ -116,6 +116,8 @@ class Export:
             print(f'  the network of its pipeline: AutoModel.from_pretrained("{self.destination}") of diffusers')
             return
         if not (self.destination / INDEX_FILE).is_file():
-            print(f'  pipe.load_lora_weights("{self.destination}/expert_0"), or atoll.attach(pipe, "{self.folder}")')
+            print(
+                f'  atoll.attach(pipe, "{self.destination}"), or pipe.load_lora_weights("{self.destination}/expert_0")'
+            )
             return
         print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')

@@ -5,7 +5,6 @@ valid one. `--section.key VALUE` on any verb that reads a run overrides the file
 and the command line share one validation. `to_yaml` writes the file with a comment for every key.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -18,7 +17,7 @@ from atoll.core import config_sections as sections
 from atoll.core.config_sections import NAMED_OBJECTIVES, ExpertKey, NetworkChoice, ObjectiveSection, Section
 from atoll.core.errors import AtollError, nearest
 from atoll.core.layout import CONFIG_FILE, JobKind
-from atoll.core.networks import BASE
+from atoll.core.networks import base_name
 
 
 class Config(Section):
@@ -57,8 +56,7 @@ class Config(Section):
         # The encoders of a base model are those of its pipeline.
         choice = self.networks["default"]
         if isinstance(choice, dict) and "base" in choice:
-            options = json.dumps(choice.get("options", {}), sort_keys=True)
-            name = f"{BASE}{choice['base']}" + (f"#{options}" if choice.get("options") else "")
+            name = base_name(choice["base"], choice.get("options", {}))
             latents, text = {"autoencoder": name, "normalization": "scale"}, {"encoder": name}
             object.__setattr__(self, "latents", self.latents.model_copy(update=latents))
             object.__setattr__(self, "text", self.text.model_copy(update=text))

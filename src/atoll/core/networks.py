@@ -43,6 +43,8 @@ DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
 """Classes of experts that wrap a diffusers model."""
 BASE = "base:"
 """What the name of a base model begins with, where an autoencoder or a text encoder is named."""
+LOCAL = "local"
+"""Stands for a local folder in whatever may leave this machine; its fingerprint identifies the network."""
 CLASS_NAME = "_class_name"
 """The key of config.json for the class of a network, as in diffusers."""
 ConfigJson = dict[str, JsonValue]
@@ -301,6 +303,11 @@ class TraceSpec:
     def packed(self) -> bool:
         """Whether the state is a sequence of tokens (tokens, channels) instead of a grid (channels, height, width)."""
         return len([size for size in self.state_shape if size != 1]) == 2
+
+
+def base_name(model: str, options: Mapping[str, Any]) -> str:
+    """Return the name of a base model as autoencoder and text encoder, with the options of its pipeline's call."""
+    return f"{BASE}{model}" + (f"#{json.dumps(options, sort_keys=True)}" if options else "")
 
 
 MAX_RANK = 1024

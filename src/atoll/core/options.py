@@ -86,6 +86,8 @@ class LoadOptions:
     """Precision of the networks."""
     compile: bool = False
     """Compile the networks with torch.compile."""
+    base: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="(default: from the hub)")] = None
+    """Folder of the base model of exported adapters."""
 
     @property
     def precision(self) -> str:

@@ -10,6 +10,9 @@ import inspect
 import json
 import math
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,11 +21,12 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from atoll.core.device import compute_dtype, upload
 from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError, first_line
-from atoll.core.networks import BASE, BaseConfig, TraceSpec
+from atoll.core.networks import BASE, LOCAL, BaseConfig, TraceSpec
 from atoll.core.sizes import Size
 from atoll.encoders.hub import public_name
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
@@ -49,6 +53,11 @@ class BaseName:
     def parse(cls, name: str) -> "BaseName":
         """Find the folder of a base, and read the list of its components."""
         model, _, options = name.removeprefix(BASE).partition("#")
+        if model == LOCAL:
+            raise AtollError(
+                "the base model is a folder of somebody else's machine; get a copy of it, and set "
+                "networks.default.base in atoll.yaml to its path"
+            )
         folder = model_folder(model)
         file = folder / "model_index.json"
         if not file.is_file():
@@ -109,8 +118,8 @@ class BasePipeline:
             self.pipe.enable_model_cpu_offload(device=self.device)
         self._recorder = Recorder(self.pipe, slot, network, self.name.options)
         self._unpackings: dict[Size, Unpacking] = {}
-        self._video = False
-        """Whether the autoencoder takes videos, here of one frame."""
+        self._lock = threading.RLock()
+        """Held while a recorder replaces parts of the pipeline, and while others use these parts."""
         self.traced = self._trace()
         """The trace of the network's calls, and notes about what was switched off."""
 
@@ -126,19 +135,22 @@ class BasePipeline:
         adapter = TypeAdapter(tuple[TraceSpec, list[str]])
         if file.is_file():
             return adapter.validate_json(file.read_bytes())
-        side = self._side
-        try:
+        side = self._first_side
+        with _refusing(f"at {side} pixels"):
             found, _, notes = trace(self._recorder, Size.square(side), Size(side, side + side // 2))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise Refused(f"the pipeline fails at {side} pixels: {first_line(error)}") from error
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(adapter.dump_json((found, notes)))
         return found, notes
 
     @property
-    def _side(self) -> int:
+    def _first_side(self) -> int:
         """A small side that the autoencoder and the network divide: eight patches of the widest kind."""
         return 64 * max(1, int(getattr(self.pipe, "vae_scale_factor", 8)) // 8)
+
+    @cached_property
+    def _side(self) -> int:
+        """The side of the image that the pipeline makes when asked for this one; some scale all to their own area."""
+        return self._made(self._probe(Size.square(self._first_side))).height
 
     @cached_property
     def recorder(self) -> Recorder:
@@ -169,7 +181,8 @@ class BasePipeline:
             return None
         small = Size.square(self._side)
         options: tuple[dict[str, Any], ...] = ({}, asked)
-        runs = [self.recorder.run(PROMPTS[:1], small, steps=1, **own) for own in options]
+        with _refusing("at its default size"):
+            runs = [self.recorder.run(PROMPTS[:1], small, steps=1, **own) for own in options]
         values, default_values = (steps[0].sample.numel() for steps in runs)
         return round(self._side * math.sqrt(default_values / values))
 
@@ -178,7 +191,7 @@ class BasePipeline:
         spec, notes = self.traced
         network = self._recorder.network
         parameters = sum(parameter.numel() for parameter in network.parameters())
-        channels, side = self.latent_shape(Size.square(self._side))[0], resolution // self.factor
+        channels, side, _ = self.latent_shape(Size.square(resolution))
         offset = f" {'+' if spec.offset > 0 else '-'} {abs(spec.offset):g}" if spec.offset else ""
         flows = spec.prediction == "velocity"
         time = f"{spec.scale:g} · sigma" if flows else f"{spec.scale / 1000:g} · step of {spec.schedule['name']}"
@@ -201,8 +214,10 @@ class BasePipeline:
     def arguments(self, prompt: str, size: Size) -> Arguments:
         """Return the arguments of the network for a prompt, for an image of this size in pixels, on the CPU."""
         spec, _ = self.traced
-        found = self.recorder.arguments([prompt], size)
-        return {name: _on_cpu(value) for name, value in found.items() if name in spec.batching}
+        with self._lock:
+            found = self.recorder.arguments([prompt], size)
+        kept = {name: value for name, value in found.items() if name in spec.batching}
+        return {name: tree_map(_on_cpu, value) for name, value in kept.items()}
 
     def pooled(self, arguments: Arguments) -> Tensor:
         """Return one vector for a prompt, for routers and densities."""
@@ -212,17 +227,36 @@ class BasePipeline:
 
     def _unpacking(self, size: Size) -> Unpacking:
         """Return the map from states to the autoencoder's latents, for images of a size in pixels."""
+        found = self._probe(size)
+        if (made := self._made(found)) != size:
+            raise Refused(
+                f"asked for an image of {size} pixels, the pipeline makes one of {made}; set data.resolution to "
+                f"{self._side}, or choose sizes that it keeps"
+            )
+        return found
+
+    def _probe(self, size: Size) -> Unpacking:
+        """Find this map; the pipeline may make an image of another size than asked."""
         if size not in self._unpackings:
-            found = unpacking(self.recorder, size)
-            self._video = len(found.shape) == 4
-            expected = self._encoded(torch.zeros(1, 3, size.height, size.width))["mean"].shape[1:]
-            if tuple(expected) != found.shape:
-                raise Refused(
-                    f"asked for an image of {size}, the pipeline makes latents {found.shape}, and its autoencoder "
-                    f"{tuple(expected)}: it makes images of another size; choose another data.resolution"
-                )
-            self._unpackings[size] = found
+            with self._lock, _refusing(f"when it decodes {size} pixels"):
+                self._unpackings[size] = unpacking(self.recorder, size)
         return self._unpackings[size]
+
+    def _made(self, found: Unpacking) -> Size:
+        """Return the size in pixels of the images whose latents the pipeline decodes."""
+        return Size(*(self._scale * side for side in found.shape[-2:]))
+
+    @cached_property
+    def _video(self) -> bool:
+        """Whether the autoencoder takes videos, here of one frame."""
+        return len(self._probe(Size.square(self._first_side)).shape) == 4
+
+    @cached_property
+    def _scale(self) -> int:
+        """Side of an image over the side of the autoencoder's latents."""
+        side = self._first_side
+        with _refusing("when it encodes an image"):
+            return side // self._encoded(torch.zeros(1, 3, side, side))["mean"].shape[-1]
 
     def latent_shape(self, size: Size) -> tuple[int, int, int]:
         """Return channels, height and width of the latents of an image."""
@@ -236,7 +270,8 @@ class BasePipeline:
         return channels, size.height // factor, size.width // factor
 
     def _state_shape(self, size: Size) -> tuple[int, ...]:
-        return tuple(self.recorder.run(PROMPTS[:1], size, steps=1)[0].sample.shape[1:])
+        with self._lock:
+            return tuple(self.recorder.run(PROMPTS[:1], size, steps=1)[0].sample.shape[1:])
 
     def _encoded(self, x: Tensor) -> dict[str, Tensor]:
         vae = self.pipe.vae
@@ -270,7 +305,7 @@ class BasePipeline:
         spec, _ = self.traced
         states = latents.flatten(2).transpose(1, 2) if spec.packed else latents
         z = self._unpacking(size).unpack(states.float().cpu())
-        with deterministic_inference():
+        with self._lock, deterministic_inference():
             vae = self.pipe.vae
             x: Tensor = vae.decode(z.to(vae.device, vae.dtype), return_dict=False)[0]
         x = x[:, :, 0] if x.ndim == 5 else x
@@ -285,10 +320,17 @@ class BasePipeline:
         return states.reshape(-1, *shape)
 
 
-def _on_cpu(value: Any) -> Any:
-    from torch.utils._pytree import tree_map
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Refuse a pipeline that fails, with the reason."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise Refused(f"the pipeline fails {where}: {first_line(error) or type(error).__name__}") from error
 
 
 def register_base(name: str) -> str:

@@ -13,11 +13,10 @@ from atoll.core.device import device as default_device
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import LatentSpec, TextSpec
-from atoll.core.networks import BASE
+from atoll.core.networks import BASE, LOCAL
 from atoll.encoders.autoencoder import Codec, PixelCodec, open_codec
 from atoll.encoders.autoencoder import weights_of as autoencoder_weights
 from atoll.encoders.base_pipeline import BasePipeline
-from atoll.encoders.hub import LOCAL
 from atoll.encoders.pretrained import check_weights
 from atoll.encoders.text import TextEncoder, open_text_encoder
 from atoll.encoders.text import weights_of as text_encoder_weights

@@ -5,13 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.core.networks import BASE
+from atoll.core.networks import BASE, LOCAL
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 BUILT_IN = frozenset({"efficientnet-lite0", "emoji", "pixels", "minilm", "none"})
 """Names in the settings of a run that stand for neither a folder nor a name on the hub."""
-LOCAL = "local"
-"""Stands for a local folder in whatever may leave this machine; its fingerprint identifies the network."""
 
 
 def is_hub_name(name: str | Path) -> bool:

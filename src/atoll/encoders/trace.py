@@ -490,6 +490,8 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
         with replaced(vae.float(), decode=decode):
             recorder.run(PROMPTS[:1], size, steps=2, last=state, output_type="pt")
         nn.Module.to(vae, dtype)  # diffusers' own method warns about dtypes
+        if not found:
+            raise Refused("the pipeline does not call the method decode of its autoencoder")
         return found[0]
 
     zero = decoder_input(torch.zeros(values))

@@ -101,7 +101,7 @@ class Ensemble:
         self.cache = ExpertCache(self.references, self.normalization, self.device_options, limit, expert_devices)
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on: any of text, pooled and label."""
-        if "text" in self.conditioning and any(
+        if self.conditioning & {"text", "arguments"} and any(
             reference.density and reference.density.caption for reference in references
         ):
             self.conditioning |= {"pooled"}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.core.device import compute_dtype
 from atoll.core.sizes import Size
 from atoll.encoders.autoencoder import Codec
 from atoll.encoders.base_pipeline import BasePipeline
@@ -110,7 +111,9 @@ def plan_memory(
         parts["weights file during conversion"] = max(reference.size for reference in references)
     codec = encoders.autoencoder()
     if isinstance(codec, BasePipeline):
-        parts["base network"] = network.frozen_bytes(itemsize) if isinstance(network, BaseExpert) else 0
+        base_itemsize = compute_dtype(ensemble.device).itemsize
+        bases = (own.frozen_bytes(base_itemsize) for own in networks if isinstance(own, BaseExpert))
+        parts["base network"] = max(bases, default=0)
         modules = [part for part in codec.pipe.components.values() if isinstance(part, nn.Module)]
         # One of them is on the device at a time.
         parts["largest encoder"] = max(map(weight_bytes, modules))

@@ -22,6 +22,7 @@ from atoll.core.device import compute_dtype, download, dtype_name, parse_devices
 from atoll.core.distributed import ALONE, DistContext
 from atoll.core.errors import AtollError, unknown
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.networks import BaseConfig
 from atoll.core.options import SampleSettings
 from atoll.core.progress import progress
 from atoll.core.sizes import Size
@@ -36,6 +37,7 @@ from atoll.experts.run import open_run
 from atoll.flow import rng
 from atoll.nets import Condition
 from atoll.nets.arguments import ArgumentTable
+from atoll.nets.conditioning import OF_PROMPTS
 
 NOISE_STREAM = 21
 """Random stream of the initial noise. Stream numbers are arbitrary; changing one changes every image."""
@@ -220,22 +222,28 @@ class Sampler:
         if prompts is not None and labels is not None and len(prompts) != len(labels):
             raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected equal numbers")
         conditioning, device = self.ensemble.conditioning, self.ensemble.device
-        text = mask = pooled = label = None
+        text = mask = pooled = label = rows = table = None
         if "arguments" in conditioning:
             base = self.encoders.autoencoder()
             assert isinstance(base, BasePipeline)
+            for declared in self.ensemble.declarations:
+                if isinstance(declared.network, BaseConfig) and declared.network.trace != base.traced[0]:
+                    raise AtollError(
+                        f"{declared.name} was trained with another version of diffusers, which calls the network of "
+                        "the base in another way; use that version"
+                    )
             # Row 0 is the null condition. The prompts of a base network have arguments for one size.
             found = [base.arguments(prompt, size or self.sizes[0]) for prompt in ("", *(prompts or ()))]
             table = ArgumentTable(found, base.traced[0].batching)
-            rows = upload(torch.arange(1, len(found)) if prompts else torch.zeros(1, dtype=torch.long), device)
+            count = len(labels or [None])
+            rows = upload(torch.arange(1, len(found)) if prompts else torch.zeros(count, dtype=torch.long), device)
             if prompts:
                 pooled = torch.stack([base.pooled(own) for own in found[1:]]).to(device)
-            return Condition(pooled=pooled, arguments=rows, table=table)
-        if prompts is not None and conditioning & {"text", "pooled"}:
+        elif prompts is not None and conditioning & {"text", "pooled"}:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
             label = upload(torch.tensor([self.class_number(name) for name in labels]), device)
-        return Condition(text, mask, pooled, label)
+        return Condition(text, mask, pooled, label, rows, table=table)
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Return the images of normalized latents (images, C, H, W); raise an error for latents that are not finite."""
@@ -355,7 +363,7 @@ class Sampler:
             found.append(f"{', '.join(self.missing)} {are} missing; sampling without {them}")
         conditioning = self.ensemble.conditioning
         given = [name for name, value in (("prompts", prompts), ("labels", labels)) if value]
-        takes = {"prompts": conditioning & {"text", "pooled", "arguments"}, "labels": conditioning & {"label"}}
+        takes = {"prompts": conditioning & OF_PROMPTS, "labels": conditioning & {"label"}}
         found += [
             f"these experts are not conditioned on {name}, which have no effect" for name in given if not takes[name]
         ]
@@ -378,6 +386,7 @@ def load(
     routing: str = "top-1",
     quantize: str | None = None,
     compile: bool = False,
+    base: str | Path | None = None,
     verify: bool = False,
 ) -> Sampler:
     """Open a run, a folder written by `atoll export`, or the Paris release; the latter two also by their hub names.
@@ -386,16 +395,19 @@ def load(
     Experts are spread over `devices` (such as "cuda:0,cuda:1"), by default all visible accelerators; everything else is
     on the first of them. `device` names a single one. The default `dtype` is bfloat16 on accelerators and float32 on
     CPUs. At most `max_loaded_experts` experts are on each device at once; None means all. Experts that are not finished
-    are listed in `.missing`, and the model works without them; with `strict` they are an error. `verify` checks the
-    hash of every file; a copy of a shared run is always checked against its signed snapshot.
+    are listed in `.missing`, and the model works without them; with `strict` they are an error. `base` is the folder of
+    the base model of exported adapters, if it is not on the hub. `verify` checks the hash of every file; a copy of a
+    shared run is always checked against its signed snapshot.
     """
     used = parse_devices(devices if device is None else [str(device)])
     options = DeviceOptions(used[0], compute_dtype(used[0], dtype), quantize, compile, used)
     run = Path(source)
     if (run / CONFIG_FILE).is_file():
+        if base is not None:
+            raise AtollError(f"{run} is a run: set networks.default.base in {run / CONFIG_FILE} instead")
         opened = open_run(run, model, verify=verify, strict=strict)
     elif is_folder(source):
-        opened = open_folder(source, model)
+        opened = open_folder(source, model, base=None if base is None else str(base))
     else:
         raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}; nor is it a pipeline folder or a hub name")
     opened.encoders.device, opened.encoders.dtype = options.device, options.dtype

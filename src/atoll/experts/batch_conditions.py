@@ -14,12 +14,13 @@ rows that changed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from atoll.nets import Condition, PreparedCondition, concatenate
+from atoll.nets.arguments import ArgumentTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,11 @@ class ConditionSlots:
             raise ValueError("condition slots with text need a text_mask")
         self.count = count
         self.distinct = concatenate([example.unconditional()] * (count + 1))
+        if example.table is not None:
+            # Row 0 is the null condition, and a row for each slot follows.
+            table = ArgumentTable(example.table.rows[:1] * (count + 1), example.table.batching)
+            rows = torch.tensor([*range(1, count + 1), 0], device=self.distinct.tensors()[0].device)
+            self.distinct = replace(self.distinct, arguments=rows, table=table)
         self.versions = [0] * (count + 1)
 
     def put(self, slot: int, condition: Condition) -> None:
@@ -74,6 +80,8 @@ class ConditionSlots:
             part, given = getattr(self.distinct, name), getattr(condition, name)
             if part is not None:
                 part[slot] = given[0]
+        if self.distinct.table is not None and condition.table is not None and condition.arguments is not None:
+            self.distinct.table.put(slot + 1, condition.table.rows[int(condition.arguments[0])])
         assert self.distinct.dropped is not None
         self.distinct.dropped[slot].fill_(False)  # on the device; an assignment would copy False to it
         self.versions[slot] += 1

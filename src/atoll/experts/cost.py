@@ -133,12 +133,6 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
     return Cost(parameters, counter.get_total_flops(), largest, muon, len(transformer_blocks(network)), sum(outputs))
 
 
-def _base_blocks(base: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a foreign transformer: entries of its lists of modules with the layers of an attention."""
-    entries = [block for child in base.children() if isinstance(child, nn.ModuleList) for block in child]
-    return [block for block in entries if sum(isinstance(part, nn.Linear) for part in block.modules()) >= 4]
-
-
 def _estimate(config: BaseConfig, shape: tuple[int, ...]) -> Cost:
     """Estimate the cost of a base network, whose arguments are unknown here: every weight once for each token.
 
@@ -155,6 +149,9 @@ def _estimate(config: BaseConfig, shape: tuple[int, ...]) -> Cost:
             level = number if found is None or found[1] == "down" else levels - 1 - number
             tokens = places // (4**level if levels else config.patch**2)
             products.append(Product(tokens, layer.weight[0].numel(), layer.weight.shape[0]))
+    # The blocks of a foreign transformer: entries of its lists of modules with the layers of an attention
+    entries = [block for child in network.base.children() if isinstance(child, nn.ModuleList) for block in child]
+    blocks = [block for block in entries if sum(isinstance(part, nn.Linear) for part in block.modules()) >= 4]
     parameters = sum(parameter.numel() for parameter in network.parameters())
     whole = sum(parameter.numel() for parameter in network.base.parameters())
     return Cost(
@@ -162,7 +159,7 @@ def _estimate(config: BaseConfig, shape: tuple[int, ...]) -> Cost:
         sum(product.flops for product in products),
         max(products, key=lambda product: product.flops),
         0,
-        len(_base_blocks(network.base)),
+        len(blocks),
         sum(product.rows * product.outputs for product in products),
         BACKWARD if config.lora is None else 1,
         whole - parameters,

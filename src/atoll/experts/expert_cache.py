@@ -140,6 +140,8 @@ class ExpertCache:
     _fetching: "tuple[int, Future[LoadedExpert] | Future[nn.Module]] | None" = None
     """The number of an expert, and its copy on the device, or only on the host."""
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
+    _base: nn.Module | None = None
+    """The network that adapters share. It stays in memory when the last of them is dropped."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "atoll-experts"))
 
     def __post_init__(self) -> None:
@@ -243,6 +245,8 @@ class ExpertCache:
                     network.to(device, non_blocking=True)
                     copied = torch.Event(device)
                     copied.record(side)
+        if isinstance(network, BaseExpert) and network.config.lora:
+            self._base = network.base
         expert = OpenExpert.of(declaration, network, self.normalization, options.dtype)
         if options.quantize and not isinstance(network, BaseExpert):  # whose base was quantized when it was opened
             self.quantization_error[declaration.name] = _quantize_and_measure(expert, options.quantize, device)
@@ -289,13 +293,16 @@ def spread_experts(references: Sequence[NetworkReference], devices: Sequence[tor
 
     Experts go largest first to the device with the fewest bytes so far, the classic heuristic of scheduling (longest
     processing time first). Experts are usually of one size; then the number of images of their clusters decides: a
-    router sends images to experts about as often as their clusters occur in the data.
+    router sends images to experts about as often as their clusters occur in the data. Adapters are on the first device,
+    because they share their base.
     """
     use = [reference.density.images if reference.density else 0.0 for reference in references]
     held = dict.fromkeys(devices, (0, 0.0))  # bytes and use of each device
     placed = [devices[0]] * len(references)
     for number in sorted(range(len(references)), key=lambda number: (-references[number].size, -use[number])):
-        device = min(devices, key=held.__getitem__)
+        network = references[number].declaration.network
+        adapter = isinstance(network, BaseConfig) and network.lora is not None
+        device = devices[0] if adapter else min(devices, key=held.__getitem__)
         size, used = held[device]
         held[device] = size + references[number].size, used + use[number]
         placed[number] = device

@@ -5,6 +5,8 @@
         declaration.json       objective, bridge, statistics, conditioning, clusters, data, compute
         cluster.safetensors    density of the cluster's latents and captions, for `nearest` routing
         null.safetensors       the learned null condition, if the diffusers class has no parameter for it
+        adapter_config.json, adapter_model.safetensors      instead of the network: an adapter of a base, as peft has it
+        pytorch_lora_weights.safetensors                    the same adapter, for load_lora_weights of diffusers
         manifest.json          of a shared run: the manifest of the network, whose digest is in the signed snapshot
 
 Some DiTs compute exactly what a class of diffusers computes. Those are stored in that class, so that diffusers can read
@@ -16,6 +18,8 @@ that of names and values in Atoll's own layout, so a network of a diffusers clas
 """
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,12 @@ from atoll.core.artifacts import ArtifactKind, Content, Manifest, sha256_of, to_
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, RouterContent
-from atoll.core.networks import CLASS_NAME, ConfigJson
+from atoll.core.networks import CLASS_NAME, BaseConfig, ConfigJson, NetworkConfig
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, NetworkReference
 from atoll.nets import DiT, build, load_network, save_network
 from atoll.nets.adapters import KINDS, DiffusersExpert
+from atoll.nets.base import open_base
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, check_fit, read_weights, weights_digest, write_weights
 from atoll.nets.layouts import layout
 from atoll.verify.local_trust import signed_network
@@ -43,6 +48,12 @@ DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"
 LAYOUTS = {"PixArtTransformer2DModel": "diffusers-pixart", "DiTTransformer2DModel": "diffusers-dit"}
 """Diffusers classes that compute exactly what some DiTs compute, and the layouts of their weights."""
+
+
+PEFT_WEIGHTS, LORA_WEIGHTS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
+"""Names of an adapter's files in peft and in diffusers."""
+ADAPTER = "LoRA"
+"""What the weights of an adapter are stored as; there is no config.json for them."""
 
 
 def write(folder: Path, network: nn.Module, content: NetworkContent, *, density: Density | None) -> None:
@@ -61,9 +72,56 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
         (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if null := {name: part for name, part in state.items() if "null_" in name}:
             write_weights(null, folder / NULL_FILE)
+    write_declaration(folder, content, density=density)
+
+
+def write_declaration(folder: Path, content: NetworkContent, *, density: Density | None) -> None:
+    """Write the files beside the weights of a network."""
     if density is not None:
         save_file({name: part.cpu().contiguous() for name, part in density.tensors().items()}, folder / DENSITY_FILE)
     (folder / DECLARATION_FILE).write_bytes(to_json(content.model_dump(mode="json")))
+
+
+def write_base_expert(folder: Path, config: BaseConfig, state: Mapping[str, Tensor], *, slot: str) -> None:
+    """Write the weights of an expert of a base, whose network is the component `slot` of its pipeline.
+
+    A whole network is written as its diffusers class. An adapter is written twice, in the files of peft and of
+    diffusers, which differ in the names of tensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.lora is None:
+        write_weights({stored_name(config, name): part for name, part in state.items()}, folder / WEIGHTS_FILE)
+        fields = {CLASS_NAME: config.network_class, **config.network}
+        (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        return
+    from peft import LoraConfig
+
+    paths = sorted({name.rpartition(".lora_")[0] for name in state})
+    # peft matches a name with the ends of all paths. A regular expression names exactly these layers, if that differs.
+    with torch.device("meta"):
+        modules = open_base(config).named_modules()
+    others = [path for path, _ in modules if path not in paths]
+    ambiguous = any(path.endswith(tuple(f".{known}" for known in paths)) for path in others)
+    targets: Any = f"({'|'.join(map(re.escape, paths))})" if ambiguous else paths
+    lora = config.lora
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    settings["target_modules"] = targets
+    # Written here, because peft writes the targets in the order of a set, which is another one in every process.
+    adapter: Any = LoraConfig(**settings, base_model_name_or_path=config.base, inference_mode=True)
+    text = json.dumps({**adapter.to_dict(), "target_modules": targets}, indent=2, sort_keys=True)
+    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+    write_weights({stored_name(config, name): part for name, part in state.items()}, folder / PEFT_WEIGHTS)
+    # Without these settings, diffusers takes alpha for the rank.
+    metadata = json.dumps({f"{slot}.{name}": value for name, value in settings.items()}, sort_keys=True)
+    tensors = {f"{slot}.{name}": part.contiguous().clone() for name, part in state.items()}
+    save_file(tensors, folder / LORA_WEIGHTS, metadata={"format": "pt", "lora_adapter_metadata": metadata})
+
+
+def stored_name(config: NetworkConfig, name: str) -> str:
+    """Return the name of a tensor in the file of a diffusers class or of peft."""
+    if isinstance(config, BaseConfig):
+        return name.removeprefix("network.") if config.lora is None else f"base_model.model.{name}"
+    return name.removeprefix("model.")
 
 
 def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | None:
@@ -105,14 +163,20 @@ class NetworkFolder:
             raise AtollError(f"{file} is missing, which declares how the network was trained; export the run again")
         content = read_declaration(file)
         # The class in config.json must be able to store the declared network.
-        if not configuration.is_file():
-            raise AtollError(f"{configuration} is missing; copy the folder again")
-        kind = str(json.loads(configuration.read_text(encoding="utf-8")).get(CLASS_NAME))
-        own = content.network.class_name
-        able = {own} | ({KINDS[own].model_class} if own in KINDS else set(LAYOUTS) if own == "DiT" else set())
+        declared, own = content.network, content.network.class_name
+        able, kind, weights = {own}, ADAPTER, PEFT_WEIGHTS
+        if isinstance(declared, BaseConfig):
+            able = {ADAPTER if declared.lora else declared.network_class}
+        elif own in KINDS or own == "DiT":
+            able |= {KINDS[own].model_class} if own in KINDS else set(LAYOUTS)
+        if able != {ADAPTER}:
+            if not configuration.is_file():
+                raise AtollError(f"{configuration} is missing; copy the folder again")
+            kind, weights = str(json.loads(configuration.read_text(encoding="utf-8")).get(CLASS_NAME)), WEIGHTS_FILE
         if kind not in able:
             raise AtollError(f"{configuration} names a {kind}, but {file} declares a {own}")
-        stored = cls(folder, content, kind, weights_file(folder), signed_network(folder.parent, content.job))
+        signed = signed_network(folder.parent, content.job)
+        stored = cls(folder, content, kind, weights_file(folder, (weights,)), signed)
         # The tensors of the declared network in the stored class.
         with torch.device("meta"):
             network = build(content.network)
@@ -120,8 +184,11 @@ class NetworkFolder:
         if kind != own and isinstance(network, DiT):
             expected = layout(LAYOUTS[kind]).from_native(expected, network.config)
         elif kind != own:
-            inner = [name for name in expected if name.startswith("model.")]
-            expected = {name.removeprefix("model."): expected[name] for name in inner}
+            expected = {
+                stored_name(declared, name): part
+                for name, part in expected.items()
+                if isinstance(declared, BaseConfig) or name.startswith("model.")
+            }
         check_fit(shapes(stored.weights), expected, f"the network that {file} declares")
         if stored.signed is not None:
             stored._check_declaration(stored.signed)
@@ -174,8 +241,7 @@ class NetworkFolder:
             network: nn.Module = load_network(self.folder)
         else:
             # Stored as a diffusers class: a DiT whose tensors are converted back, or a wrapper of the diffusers model
-            # with the tensor prefix "model.". The wrapper may have buffers that are not stored, so it is built on the
-            # CPU.
+            # with other names. The wrapper may have buffers that are not stored, so it is built on the CPU.
             native = own == "DiT"
             with torch.device("meta" if native else "cpu"):
                 network = built = build(self.content.network)
@@ -183,7 +249,8 @@ class NetworkFolder:
             if native:
                 state = layout(LAYOUTS[self.stored_class]).to_native(state, built.config)
             else:
-                state = {f"model.{name}": part for name, part in state.items()}
+                names = {stored_name(built.config, name): name for name in built.state_dict()}
+                state = {names.get(name, name): part for name, part in state.items()}
             file = self.folder / NULL_FILE
             state |= load_file(file) if file.is_file() else {}
             check_fit(state, network.state_dict(), f"the network that {self.folder / DECLARATION_FILE} declares")

@@ -1,21 +1,27 @@
-"""The networks of a pipeline folder, local or on the hub: an export of Atoll or the Paris release."""
+"""The networks of a pipeline folder, local or on the hub: an export of Atoll or the Paris release.
+
+An export of adapters has no autoencoder, text encoder or base network. It names the pipeline that has them.
+"""
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import PIPELINE
+from atoll.core.networks import LOCAL, BaseConfig, base_name
 from atoll.data.foreign_files import link_outside
+from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.hub import is_hub_name, local_folder
 from atoll.encoders.pretrained import model_folder
-from atoll.experts.expert import ModelReference
+from atoll.experts.expert import Declaration, ModelReference
 from atoll.experts.network_folder import NetworkFolder, weights_file
 from atoll.experts.paris import is_paris, open_paris
 from atoll.verify.untrusted import Foreign
@@ -23,7 +29,8 @@ from atoll.verify.untrusted import Foreign
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.apps.models.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
-INDEX_FILE = "model_index.json"
+INDEX_FILE, ADAPTERS_FILE = "model_index.json", "adapters.json"
+"""What an export contains: a pipeline of diffusers, or experts of a base."""
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
 LIBRARIES["router"] = COMPONENTS
 """Library of each component's class. A folder cannot name any other module to import."""
@@ -69,8 +76,8 @@ class ModelIndex(Foreign):
         """Whether the index lists a router."""
         return self.components.get("router", (None, None))[0] is not None
 
-    def expert_names(self, folder: Path) -> list[str]:
-        """Return expert_0, expert_1, … after checking the class of every component."""
+    def names(self, folder: Path) -> list[str]:
+        """Return expert_0, expert_1, … and the router, if there is one, after checking the class of every component."""
         names = [name for name in self.components if re.fullmatch(r"expert_\d+", name)]
         expected = [f"expert_{number}" for number in range(len(names))]
         if not names or set(names) != set(expected):
@@ -84,7 +91,46 @@ class ModelIndex(Foreign):
                 raise AtollError(
                     f"{folder / INDEX_FILE} has a component {name} of {found}, which exports of Atoll do not have"
                 )
-        return expected
+        return list(classes)
+
+
+class BaseReference(Foreign):
+    """The base of exported adapters."""
+
+    name: str
+    """Name on the hub; `local` if it has none."""
+    fingerprint: str
+
+
+class AdapterIndex(Foreign):
+    """The adapters.json of an export."""
+
+    base: BaseReference
+    experts: tuple[dict[str, JsonValue], ...] = Field(min_length=1)
+    router: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The folders of all networks."""
+        return [f"expert_{number}" for number in range(len(self.experts))] + (["router"] if self.router else [])
+
+    def encoders(self, experts: Sequence[Declaration], base: str | None) -> Encoders:
+        """Find the pipeline of the base, in the folder `base` if one is given; let experts open its network."""
+        networks = [own.network for own in experts if isinstance(own.network, BaseConfig)]
+        if {own.weights for own in networks} != {self.base.fingerprint}:
+            raise AtollError(f"the experts are not those of the base that {ADAPTERS_FILE} names; export them again")
+        network, declared = networks[0], experts[0]
+        wanted = f"{self.base.name} with the fingerprint {network.weights[:16]}"
+        if base is None and self.base.name == LOCAL:
+            raise AtollError(
+                f"these experts are adapters of a base that has no public name ({wanted}); ask for a copy of it, and "
+                "give its folder: --base FOLDER, or atoll.load(…, base=FOLDER)"
+            )
+        name = base_name(base or self.base.name, network.trace.options)
+        if (found := register_base(name)) != network.weights:
+            raise AtollError(f"{base or self.base.name} has the fingerprint {found[:16]}, but the base is {wanted}")
+        text = declared.text and declared.text.model_copy(update={"encoder": name})
+        return Encoders.of(declared.latents.model_copy(update={"autoencoder": name}), text)
 
 
 def is_folder(source: str | Path) -> bool:
@@ -99,17 +145,24 @@ def fetch(source: str | Path) -> Path:
     return model_folder(source if isinstance(source, str) else str(source.absolute()), PATTERNS).resolve()
 
 
-def open_folder(source: str | Path, model: str) -> ModelReference:
-    """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them."""
+def open_folder(source: str | Path, model: str, *, base: str | None = None, find_base: bool = True) -> ModelReference:
+    """Find the networks of a folder; `model` is `experts`, or `expert:K` for one of them.
+
+    The base of adapters is the folder `base`, or the one that they name. Without `find_base` it need not be here.
+    """
     folder = fetch(source)
     index = ModelIndex.of(folder)
-    if index.exported:
-        stored = verify(folder, index)
-        router = stored.pop("router").reference() if index.has_router else None
+    adapters = AdapterIndex.read(folder / ADAPTERS_FILE) if (folder / ADAPTERS_FILE).is_file() else None
+    if adapters is not None or index.exported:
+        stored = verify(folder, index.names(folder) if adapters is None else adapters.names)
+        router = stored.pop("router").reference() if "router" in stored else None
         experts = [expert.reference() for expert in stored.values()]
         declared = experts[0].declaration
-        found = ModelReference(experts, router, Encoders.of_folder(folder, declared.latents, declared.text))
-        return found.choose(model, folder)
+        if adapters is not None and find_base:
+            encoders = adapters.encoders([own.declaration for own in experts], base)
+        else:
+            encoders = Encoders.of_folder(folder, declared.latents, declared.text)
+        return ModelReference(experts, router, encoders).choose(model, folder)
     if is_paris(folder):
         return open_paris(folder, model)
     raise unsupported_folder(folder, index)
@@ -127,8 +180,8 @@ def unsupported_folder(folder: Path, index: ModelIndex) -> AtollError:
     )
 
 
-def verify(folder: Path, index: ModelIndex) -> dict[str, NetworkFolder]:
-    """Check the hashes of all files, and that the weights fit the declared networks.
+def verify(folder: Path, names: Sequence[str]) -> dict[str, NetworkFolder]:
+    """Check the hashes of all files, and that the weights of these networks fit their declarations.
 
     In an export of a shared run, the networks must be those of its signed snapshot.
     """
@@ -147,7 +200,6 @@ def verify(folder: Path, index: ModelIndex) -> dict[str, NetworkFolder]:
         harmless = path.suffix in _DOCUMENTS or any(part.startswith(".") for part in name.parts)
         if not (path.is_dir() or harmless or name.as_posix() in (*manifest.files, *_RECORDS)):
             raise AtollError(f"{path} is not listed in {folder / MANIFEST_FILE}, so nobody vouches for it; remove it")
-    names = [*index.expert_names(folder), *(["router"] if index.has_router else [])]
     return {name: NetworkFolder.open(folder / name) for name in names}
 
 

@@ -160,24 +160,30 @@ class ArgumentTable:
     rows: list[Arguments]
     batching: dict[str, Batching]
     _signatures: dict[int, Hashable] = field(default_factory=dict)
-    _moved: dict[tuple[torch.device, torch.dtype], "ArgumentTable"] = field(default_factory=dict)
+    _moved: dict[int, dict[tuple[torch.device, torch.dtype], Arguments]] = field(default_factory=dict)
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> "ArgumentTable":
-        """Return the table on a device, with real numbers in a precision; it is moved there once."""
+    def put(self, place: int, row: Arguments) -> None:
+        """Replace a row."""
+        self.rows[place] = row
+        self._signatures.pop(place, None)
+        self._moved.pop(place, None)
+
+    def row(self, place: int, device: torch.device, dtype: torch.dtype) -> Arguments:
+        """Return a row on a device, with real numbers in a precision; it is moved there once."""
 
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
 
-        if (device, dtype) not in self._moved:
-            # The signatures are those of the same images.
-            moved = ArgumentTable([tree_map(move, row) for row in self.rows], self.batching, self._signatures)
-            self._moved[device, dtype] = moved
-        return self._moved[device, dtype]
+        moved = self._moved.setdefault(place, {})
+        if (device, dtype) not in moved:
+            moved[device, dtype] = tree_map(move, self.rows[place])
+        return moved[device, dtype]
 
-    def signature(self, row: int) -> Hashable:
+    def signature(self, place: int) -> Hashable:
         """Return the key of rows that can share a call of the network."""
-        if row not in self._signatures:
-            self._signatures[row] = tuple(signature(self.rows[row][name], how) for name, how in self.batching.items())
-        return self._signatures[row]
+        if place not in self._signatures:
+            row = self.rows[place]
+            self._signatures[place] = tuple(signature(row[name], how) for name, how in self.batching.items())
+        return self._signatures[place]

@@ -9,6 +9,7 @@ an expert activates its own before it calls it.
 """
 
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,11 @@ from atoll.nets.quantization import quantize
 FOLDERS: dict[str, Path] = {}
 """Folders of base networks on this machine, by the fingerprint of their files. Whoever opens a run adds its base."""
 _open: "weakref.WeakValueDictionary[tuple[str, torch.dtype, str | None], nn.Module]" = weakref.WeakValueDictionary()
-_active: "weakref.WeakKeyDictionary[nn.Module, list[tuple[str, Any]]]" = weakref.WeakKeyDictionary()
-"""The adapted layers of the expert that each base last computed with, and their paths."""
+_adapted: "weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]" = weakref.WeakKeyDictionary()
+"""The layers of a base that have an adapter of any expert, by path."""
 _names = itertools.count()
+_lock = threading.RLock()
+"""Held while a base computes, and while its adapters change: peft activates each new one in all layers."""
 
 
 def open_base(config: BaseConfig) -> nn.Module:
@@ -94,17 +97,15 @@ class BaseExpert(nn.Module):
         base = open_base(config)
         # In a tuple, the base is no submodule: its weights are not those of this expert.
         self._base = (base,)
-        self._layers: list[tuple[str, Any]] = []
         if config.lora is None:
             self.network = base.requires_grad_(True)
             return
         self._adapter = f"expert{next(_names)}"
-        self._layers = _inject(base, config, self._adapter)
-        for path, layer in self._layers:
+        layers = _inject(base, config, self._adapter)
+        for path, layer in layers.items():
             for part in ("lora_A", "lora_B", "lora_dropout"):  # a dropout has no weights, but is off in sampling
                 _attach(self, f"{path}.{part}", getattr(layer, part)[self._adapter].float())
-        self.activate()  # peft has done so, but not switched off the adapters of other layers
-        self.remove = weakref.finalize(self, _remove, base, self._layers, self._adapter)
+        self.remove = weakref.finalize(self, _remove, base, layers, self._adapter)
         """Remove the adapter from the base; the base is as before when its last adapter is gone."""
 
     @property
@@ -133,20 +134,23 @@ class BaseExpert(nn.Module):
             condition.arguments if condition.dropped is None else condition.arguments.masked_fill(condition.dropped, 0)
         )
         precision = next(base.parameters()).dtype
-        table = condition.table.on(x.device, precision)
+        table, numbers = condition.table, rows.tolist()
         time = (timestep / 1000).reshape(-1).expand(len(x))
-        self.activate()
         # Images with arguments of one signature share a call.
         groups: dict[Any, list[int]] = {}
-        for place, row in enumerate(rows.tolist()):
+        for place, row in enumerate(numbers):
             groups.setdefault(table.signature(row), []).append(place)
         state = pack(x.to(precision), trace)
         outputs = []
-        for places in groups.values():
-            chosen = state if len(groups) == 1 else state[places]
-            found = [table.rows[int(rows[place])] for place in places]
-            output = base(**network_arguments(trace, chosen, time[places], found))
-            outputs.append(trace.sign * prediction(output, chosen))
+        with _lock:
+            if next(base.parameters()).device != x.device:
+                base.to(x.device)
+            self.activate()
+            for places in groups.values():
+                chosen = state if len(groups) == 1 else state[places]
+                found = [table.row(numbers[place], x.device, precision) for place in places]
+                output = base(**network_arguments(trace, chosen, time[places], found))
+                outputs.append(trace.sign * prediction(output, chosen))
         predicted = outputs[0]
         if len(groups) > 1:
             order = torch.tensor(list(itertools.chain(*groups.values())), device=x.device)
@@ -155,33 +159,22 @@ class BaseExpert(nn.Module):
 
     def activate(self, others: Mapping[str, Sequence[str]] | None = None) -> None:
         """Let the base compute with this adapter, and with `others`, which are names of adapters by layer."""
-        base, others = self._base[0], others or {}
-        # The expert before may adapt layers that this one does not.
-        for path, layer in _active.get(base, ()):
-            layer._active_adapter = list(others.get(path, ()))
-        for path, layer in self._layers:
-            layer._active_adapter = [*others.get(path, ()), self._adapter]
-        _active[base] = self._layers
+        for path, layer in _adapted.get(self._base[0], {}).items():
+            own = [self._adapter] if self._adapter in layer.lora_A else []
+            layer._active_adapter = [*(others or {}).get(path, ()), *own]
 
     def merge(self) -> nn.Module:
         """Add the adapter to the weights of the base, remove it, and return the base."""
-        for _, layer in self._layers:
-            layer.merge(adapter_names=[self._adapter])
-        if self._layers:
+        if self.config.lora is not None:
+            for layer in _adapted[self.base].values():
+                if self._adapter in layer.lora_A:
+                    layer.merge(adapter_names=[self._adapter])
             self.remove()
         return self.base
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the base, too. Its dtype stays: an adapter in float32 does not need a base in float32."""
-        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        place = next(self.parameters()).device
-        if next(self._base[0].parameters()).device not in (place, torch.device("meta")):
-            self._base[0].to(place)
-        return moved
 
-
-def _inject(base: nn.Module, config: BaseConfig, name: str) -> list[tuple[str, Any]]:
-    """Inject an adapter into the layers of a base; return these layers with their paths."""
+def _inject(base: nn.Module, config: BaseConfig, name: str) -> dict[str, Any]:
+    """Inject an adapter into the layers of a base; return these layers by path."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
@@ -199,7 +192,7 @@ def _inject(base: nn.Module, config: BaseConfig, name: str) -> list[tuple[str, A
     )
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
     try:
-        with warnings.catch_warnings():
+        with _lock, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # one adapter for each expert
             inject_adapter_in_model(settings, base, name)
     except ValueError as error:
@@ -207,8 +200,10 @@ def _inject(base: nn.Module, config: BaseConfig, name: str) -> list[tuple[str, A
     # peft trains the new adapter alone.
     for parameter in trained:
         parameter.requires_grad_(True)
-    layers = [(path, layer) for path, layer in base.named_modules() if isinstance(layer, LoraLayer)]
-    return [(path, layer) for path, layer in layers if name in layer.lora_A]
+    layers: dict[str, Any] = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    layers = {path: layer for path, layer in layers.items() if name in layer.lora_A}
+    _adapted.setdefault(base, {}).update(layers)
+    return layers
 
 
 def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -221,16 +216,17 @@ def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(last, module)
 
 
-def _remove(base: nn.Module, layers: Sequence[tuple[str, Any]], name: str) -> None:
-    configurations: Any = getattr(base, "peft_config", {})
-    configurations.pop(name, None)
-    if not configurations and hasattr(base, "peft_config"):
-        del base.peft_config
-    with warnings.catch_warnings():
+def _remove(base: nn.Module, layers: Mapping[str, Any], name: str) -> None:
+    with _lock, warnings.catch_warnings():
+        configurations: Any = getattr(base, "peft_config", {})
+        configurations.pop(name, None)
+        if not configurations and hasattr(base, "peft_config"):
+            del base.peft_config
         warnings.simplefilter("ignore")  # about the active adapter, which every call sets
-        for path, layer in layers:
+        for path, layer in layers.items():
             layer.delete_adapter(name)
             if not layer.lora_A:
+                del _adapted[base][path]
                 parent, _, last = path.rpartition(".")
                 setattr(base.get_submodule(parent), last, layer.get_base_layer())
 

@@ -19,6 +19,8 @@ _EXPECTED: dict[str, tuple[int, type, str]] = {
     "dropped": (1, bool, "bool of shape (batch,)"),
 }
 """Number of dimensions and dtype of each part, and both in words."""
+OF_PROMPTS = frozenset({"text", "pooled", "arguments"})
+"""The parts that are made of a prompt."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,7 @@ from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.routing import parse
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import DeviceOptions, open_router
+from atoll.experts.pipeline_folder import is_folder, open_folder
 from atoll.experts.run import open_run
 from atoll.nets import Condition
 from atoll.nets.arguments import Arguments, bound, take
@@ -61,7 +63,7 @@ def attach(
     strict: bool = False,
     verify: bool = False,
 ) -> Any:
-    """Put the experts of a run into the network of a diffusers pipeline; return the pipeline.
+    """Put the experts of a run, or of an export of adapters, into the network of a pipeline; return the pipeline.
 
     `model` is `experts` or one of them (`expert:3`). `routing` is as in `atoll sample`. With `oracle`, all images are
     of `cluster`, or of these clusters in turn. Experts that are not finished are left out; with `strict` they are an
@@ -74,9 +76,12 @@ def attach(
     rule = parse(routing)
     if rule.draws:
         raise AtollError(f"routing {routing!r} draws an expert for an image, but calls of a network name no images")
-    if not (Path(run) / CONFIG_FILE).is_file():
-        raise AtollError(f"{run} is not a run: it has no {CONFIG_FILE}")
-    opened = open_run(Path(run), model, verify=verify, strict=strict, find_base=False)
+    if (Path(run) / CONFIG_FILE).is_file():
+        opened = open_run(Path(run), model, verify=verify, strict=strict, find_base=False)
+    elif is_folder(run):
+        opened = open_folder(run, model, find_base=False)
+    else:
+        raise AtollError(f"{run} is neither a run nor an export")
     if opened.missing:
         print(f"warning: {', '.join(opened.missing)} not finished; attached without", file=sys.stderr)
     configs = []
@@ -102,10 +107,9 @@ def attach(
         null = _null(pipe, slot, plain, config.trace)
 
     # Inject the adapters. peft activates each new one in all layers; those of the user stay active instead.
-    active = _active(network)
     experts: list[BaseExpert] = []
     try:
-        with opened_base(config, network):
+        with _same_adapters(network), opened_base(config, network):
             for reference in opened.experts:
                 expert = reference.open()
                 assert isinstance(expert, BaseExpert)
@@ -114,8 +118,6 @@ def attach(
         for expert in experts:
             expert.remove()
         raise
-    finally:
-        _activate(network, active)
     attached = Attached(network, ensemble, experts, config.trace, cluster, null)
     # Past the pipeline's own __setattr__, which would write another class into its configuration.
     object.__setattr__(pipe, slot, attached)
@@ -173,8 +175,7 @@ class Attached(nn.Module):
         how: dict[str, Any] = {**trace.batching, trace.state: "list" if trace.state_list else 0, trace.time: 0}
         weights = self.route(arguments)
         outputs, parts = [], []
-        active = _active(self.network)
-        try:
+        with _same_adapters(self.network) as active:
             for number, expert in enumerate(self.experts):
                 places = weights[:, number].nonzero().flatten().tolist()
                 if not places:
@@ -185,8 +186,6 @@ class Attached(nn.Module):
                 expert.activate(active)
                 outputs.append(self.network(**own))
                 parts.append((places, weights[places, number]))
-        finally:
-            _activate(self.network, active)
         single = len(outputs) == 1 and bool((parts[0][1] == 1).all())
         return outputs[0] if single else _mix(outputs, parts, batch)
 
@@ -332,11 +331,7 @@ def _mix(outputs: Sequence[Any], parts: Sequence[tuple[list[int], Tensor]], batc
                 total.index_copy_(0, index, output)
         return total
     if isinstance(first, list) and all(isinstance(part, Tensor) for part in first):  # a tensor for each image
-        made: list[Any] = [None] * batch
-        for output, (places, weights) in zip(outputs, parts, strict=True):
-            for place, weight, own in zip(places, weights.tolist(), output, strict=True):
-                made[place] = weight * own if made[place] is None else made[place] + weight * own
-        return made
+        return list(_mix([torch.stack(own) for own in outputs], parts, batch))
     if isinstance(first, Mapping):  # an output class of diffusers
         return type(first)(**{key: _mix([own[key] for own in outputs], parts, batch) for key in first})
     if isinstance(first, tuple):
@@ -344,17 +339,17 @@ def _mix(outputs: Sequence[Any], parts: Sequence[tuple[list[int], Tensor]], batc
     return first
 
 
-def _active(network: nn.Module) -> dict[str, list[str]]:
-    """Return the active adapters of each layer that has adapters."""
+@contextmanager
+def _same_adapters(network: nn.Module) -> Iterator[dict[str, list[str]]]:
+    """Yield the active adapters of each layer that has adapters; at the end they are active again, and no others."""
     from peft.tuners.lora import LoraLayer
 
-    return {path: list(own.active_adapters) for path, own in network.named_modules() if isinstance(own, LoraLayer)}
+    def layers() -> dict[str, LoraLayer]:
+        return {path: layer for path, layer in network.named_modules() if isinstance(layer, LoraLayer)}
 
-
-def _activate(network: nn.Module, active: Mapping[str, list[str]]) -> None:
-    """Set the active adapters of each layer; none in layers that had none."""
-    from peft.tuners.lora import LoraLayer
-
-    for path, layer in network.named_modules():
-        if isinstance(layer, LoraLayer):
+    active = {path: list(layer.active_adapters) for path, layer in layers().items()}
+    try:
+        yield active
+    finally:
+        for path, layer in layers().items():
             layer._active_adapter = list(active.get(path, ()))

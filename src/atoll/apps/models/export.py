@@ -9,43 +9,35 @@ DST/
     manifest.json          SHA-256 of every file above
     README.md              the model card; not hashed, because people edit it
 
-Experts that are adapters of a base network are written as adapters, in the files of peft and of diffusers:
-
-DST/
-    adapters.json          the base by name and fingerprint, and the experts
-    expert_0/ …            adapter_config.json and adapter_model.safetensors: PeftModel.from_pretrained(network, folder)
-                           pytorch_lora_weights.safetensors: pipe.load_lora_weights(folder)
-                           declaration.json and cluster.safetensors, as above
-    router/, manifest.json, README.md
+Experts of a base are written without it: adapters.json names the base, with its fingerprint, and the experts. Their
+folders have the files of peft and of diffusers (`experts/network_folder.py`).
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest, to_json
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
-from atoll.core.networks import BaseConfig
+from atoll.core.networks import LOCAL, BaseConfig
 from atoll.core.progress import progress
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Codec
 from atoll.encoders.base_pipeline import BaseName
-from atoll.encoders.hub import LOCAL, public_name
+from atoll.encoders.hub import public_name
+from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler, load
 from atoll.experts import network_folder
-from atoll.experts.expert import ModelReference
 from atoll.experts.pipeline_folder import (
+    ADAPTERS_FILE,
     COMPONENTS,
     EXPERT_CLASS,
     INDEX_FILE,
@@ -55,7 +47,7 @@ from atoll.experts.pipeline_folder import (
 )
 from atoll.experts.run import open_run
 from atoll.nets.base import BaseExpert, base_folder, opened_base
-from atoll.nets.io import read_files, write_weights
+from atoll.nets.io import read_files
 from atoll.nets.quantization import Int8Linear
 from atoll.verify.local_trust import copy_trust, open_network
 from atoll.verify.verified_files import VerifiedFiles
@@ -68,14 +60,8 @@ def export(
 
     With `merge`, the network of one expert on a base is written as a whole: the base with the adapter in its weights.
     """
-    if (run / layout.CONFIG_FILE).is_file():
-        opened = open_run(run, model, strict=True, find_base=merge)
-        if isinstance(opened.experts[0].declaration.network, BaseConfig):
-            if merge:
-                return _export_merged(run, destination, model, opened)
-            return _export_adapters(run, destination, model, opened, license)
     if merge:
-        raise AtollError(f"{run}: only experts on a base model are merged with it")
+        return _export_merged(run, destination, model)
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
     # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
@@ -87,12 +73,16 @@ def export(
     destination = artifact.folder
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
-        _write(artifact, sampler, trained)
+        _write(run, artifact, sampler, trained)
         _copy_origin(run, artifact, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
-    if not (destination / CARD_FILE).exists():
+    base = _base_of(ensemble)
+    if not (destination / CARD_FILE).exists() and base is not None:
+        text = _adapter_card(destination.name, base, len(ensemble.references), license)
+        (destination / CARD_FILE).write_text(text, encoding="utf-8")
+    elif not (destination / CARD_FILE).exists():
         public = [_public(job, manifest) for job, manifest in trained.items()]
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
@@ -144,12 +134,14 @@ def _public(job: str, manifest: Manifest) -> NetworkContent:
     return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})
 
 
-def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
+def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
     """Write all components, one after the other, so that one network is in memory at a time."""
     import diffusers
 
     ensemble, folder = sampler.ensemble, artifact.folder
     index: dict[str, list[str | None]] = {}
+    base = _base_of(ensemble)
+    slot = "" if base is None else BaseName.parse(configuration.load(run).text.encoder).slot
     # 5: router, vae, text_encoder, tokenizer and scheduler.
     with progress("exporting", len(ensemble.references) + 5, unit="components") as bar:
 
@@ -158,8 +150,16 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
             bar.update(1)
 
         for number, reference in enumerate(ensemble.references):
-            content = _public(reference.declaration.name, trained[reference.declaration.name])
-            network_folder.write(folder / f"expert_{number}", reference.open(), content, density=reference.density)
+            job, own = reference.declaration.name, folder / f"expert_{number}"
+            content = _public(job, trained[job])
+            if isinstance(content.network, BaseConfig):
+                # Read without its base, which may be large.
+                source = Artifact(run, layout.final(job))
+                _, state = read_files(source.folder, VerifiedFiles(source, trained[job]).read)
+                network_folder.write_base_expert(own, content.network, state, slot=slot)
+                network_folder.write_declaration(own, content, density=reference.density)
+            else:
+                network_folder.write(own, reference.open(), content, density=reference.density)
             add(f"expert_{number}", COMPONENTS, EXPERT_CLASS)
         if ensemble.router is None:
             add("router")
@@ -167,6 +167,13 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
             content = _public(layout.ROUTER, trained[layout.ROUTER])
             network_folder.write(folder / "router", ensemble.router.network, content, density=None)
             add("router", COMPONENTS, ROUTER_CLASS)
+        if base is not None:
+            experts = [{"job": own.name, "clusters": own.clusters} for own in ensemble.declarations]
+            named = {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class}
+            router = "router" if ensemble.router else None
+            fields: dict[str, Any] = {"base": named, "experts": experts, "router": router}
+            artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+            return
         codec = sampler.encoders.autoencoder()
         encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
         for name, library, part in (
@@ -185,63 +192,22 @@ def _write(artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]
     remove_source_paths(artifact.folder)
 
 
-# Adapters
-
-ADAPTERS_FILE = "adapters.json"
-PEFT_WEIGHTS, LORA_WEIGHTS = "adapter_model.safetensors", "pytorch_lora_weights.safetensors"
-"""File names of peft and of diffusers."""
+def _base_of(ensemble: Ensemble) -> BaseConfig | None:
+    """Return the base of the experts; None if they have none."""
+    return next((own.network for own in ensemble.declarations if isinstance(own.network, BaseConfig)), None)
 
 
-def _export_adapters(run: Path, destination: Path, model: str, opened: ModelReference, license: str | None) -> Manifest:
-    """Write the adapters of a run. Their base is only named, by its hub name and its fingerprint."""
-    base = opened.experts[0].declaration.network
-    assert isinstance(base, BaseConfig)
-    encoder = configuration.load(run).text.encoder
-    slot = BaseName.parse(encoder).slot
-    jobs = [reference.declaration.name for reference in opened.experts]
-    trained = _verified(run, jobs, router=opened.router is not None)
-    artifact = _folder(run, destination)
-    folder = artifact.folder
-    made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
-    if artifact.begin(PIPELINE, made_from) is None:
-        for number, (job, reference) in enumerate(zip(jobs, opened.experts, strict=True)):
-            own = folder / f"expert_{number}"
-            source = Artifact(run, layout.final(job))
-            config, state = read_files(source.folder, VerifiedFiles(source, trained[job]).read)
-            assert isinstance(config, BaseConfig)
-            _write_adapter(own, config, state, slot)
-            content = _public(job, trained[job])
-            artifact.write(f"{own.name}/{network_folder.DECLARATION_FILE}", to_json(content.model_dump(mode="json")))
-            if reference.density is not None:
-                artifact.write_tensors(f"{own.name}/{DENSITY_FILE}", reference.density.tensors())
-        if opened.router is not None:
-            content = _public(layout.ROUTER, trained[layout.ROUTER])
-            network_folder.write(folder / "router", opened.router.open(), content, density=None)
-        fields = {
-            "base": {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class},
-            "experts": [
-                {"folder": f"expert_{number}", "job": job, "clusters": reference.declaration.clusters}
-                for number, (job, reference) in enumerate(zip(jobs, opened.experts, strict=True))
-            ],
-            "router": None if opened.router is None else "router",
-        }
-        artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
-        artifact.commit(PipelineContent(experts=len(jobs), model=model), exclude=[CARD_FILE])
-    manifest = artifact.open(PIPELINE, verify=True)
-    if not (folder / CARD_FILE).exists():
-        (folder / CARD_FILE).write_text(_adapter_card(folder.name, base, slot, len(jobs), license), encoding="utf-8")
-    return manifest
-
-
-def _export_merged(run: Path, destination: Path, model: str, opened: ModelReference) -> Manifest:
+def _export_merged(run: Path, destination: Path, model: str) -> Manifest:
     """Write one expert as a network that diffusers opens, in the precision of the base's files."""
     import diffusers
 
-    if len(opened.experts) > 1:
+    experts = open_run(run, model, strict=True).experts
+    if len(experts) > 1:
         raise AtollError("--merge needs one expert; choose it with --model expert:K")
-    reference = opened.experts[0]
+    reference = experts[0]
     config = reference.declaration.network
-    assert isinstance(config, BaseConfig)
+    if not isinstance(config, BaseConfig):
+        raise AtollError(f"{run}: only experts on a base model are merged with it")
     trained = _verified(run, [reference.declaration.name], router=False)
     artifact = _folder(run, destination)
     made_from = {"model": model, "merge": True, "networks": {job: made.digest for job, made in trained.items()}}
@@ -265,39 +231,7 @@ def _export_merged(run: Path, destination: Path, model: str, opened: ModelRefere
     return artifact.open(PIPELINE, verify=True)
 
 
-def _write_adapter(folder: Path, config: BaseConfig, state: Mapping[str, Tensor], slot: str) -> None:
-    """Write an adapter twice, in the files of peft and of diffusers, which differ in the names of tensors."""
-    import diffusers
-    from peft import LoraConfig
-
-    if config.lora is None:
-        raise AtollError("these experts are whole networks of their base, not adapters; only adapters are exported")
-    paths = sorted({name.rpartition(".lora_")[0] for name in state})
-    # peft matches a name with the ends of all paths. A regular expression names exactly these layers, if that differs.
-    with torch.device("meta"):
-        modules = getattr(diffusers, config.network_class).from_config(dict(config.network)).named_modules()
-    others = [path for path, _ in modules if path not in paths]
-    ambiguous = any(path.endswith(tuple(f".{known}" for known in paths)) for path in others)
-    targets: Any = f"({'|'.join(map(re.escape, paths))})" if ambiguous else paths
-    settings: dict[str, Any] = {
-        "r": config.lora.rank,
-        "lora_alpha": config.lora.alpha,
-        "lora_dropout": config.lora.dropout,
-        "target_modules": targets,
-    }
-    # Written here, because peft writes the targets in the order of a set, which is another one in every process.
-    adapter: Any = LoraConfig(**settings, base_model_name_or_path=config.base, inference_mode=True)
-    text = json.dumps({**adapter.to_dict(), "target_modules": targets}, indent=2, sort_keys=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-    write_weights({f"base_model.model.{name}": part for name, part in state.items()}, folder / PEFT_WEIGHTS)
-    # Without these settings, diffusers takes alpha for the rank.
-    metadata = json.dumps({f"{slot}.{name}": value for name, value in settings.items()}, sort_keys=True)
-    tensors = {f"{slot}.{name}": part.contiguous().clone() for name, part in state.items()}
-    save_file(tensors, folder / LORA_WEIGHTS, metadata={"format": "pt", "lora_adapter_metadata": metadata})
-
-
-def _adapter_card(name: str, base: BaseConfig, slot: str, count: int, license: str | None) -> str:
+def _adapter_card(name: str, base: BaseConfig, count: int, license: str | None) -> str:
     known = base.base != LOCAL
     named, what = (f"base_model: {base.base}\n", f"`{base.base}`") if known else ("", "a base that has no public name")
     front = f"{f'license: {license}' + chr(10) if license else ''}{named}library_name: diffusers"
@@ -310,23 +244,27 @@ tags: [atoll, decentralized-diffusion, lora]
 
 # {name}
 
-{count} LoRA adapters of {what}, trained independently, each on one cluster of the data.
-The {slot} of the base is a `{base.network_class}` with the fingerprint `{base.weights}`. It is not in this folder.
+{count} experts of {what}, trained independently, each on one cluster of the data.
+The network of the base is a `{base.network_class}` with the fingerprint `{base.weights}`. It is not in this folder.
 
 ## Usage
 
-One adapter, with diffusers:
+All experts together, routed for each image and step:
+
+```bash
+atoll sample {name} "a red apple"{"" if known else " --base BASE"}
+```
+
+In a diffusers pipeline, all of them or one adapter:
 
 ```python
-from diffusers import DiffusionPipeline
-
 pipe = DiffusionPipeline.from_pretrained("{base.base if known else "BASE"}")
-pipe.load_lora_weights("{name}/expert_0")
+atoll.attach(pipe, "{name}")
+pipe.load_lora_weights("{name}/expert_0")  # instead, without Atoll
 image = pipe("a red apple").images[0]
 ```
 
-With peft: `PeftModel.from_pretrained(pipe.{slot}, "{name}/expert_0")`.
-All adapters together, routed for each image and step, from the run: `atoll.attach(pipe, RUN)`.
+`PeftModel.from_pretrained(network, "{name}/expert_0")` of peft opens an adapter, too.
 
 ## License
 

@@ -26,7 +26,6 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from atoll.apps.models.export import LORA_WEIGHTS, PEFT_WEIGHTS
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
@@ -39,6 +38,7 @@ from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE, MIN_IMAGES, fit_density
 from atoll.data.prepare import prepare
 from atoll.encoders.base_pipeline import BasePipeline, open_base
+from atoll.experts.network_folder import LORA_WEIGHTS, PEFT_WEIGHTS
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.nets.base import BaseExpert, opened_base

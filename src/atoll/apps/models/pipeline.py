@@ -184,8 +184,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         index = ModelIndex.of(folder)
         if not index.exported:
             raise unsupported_folder(folder, index)
-        verify_folder(folder, index)
-        sized = _sized(len(index.expert_names(folder)))
+        stored = verify_folder(folder, index.names(folder))
+        sized = _sized(len(stored) - index.has_router)
         if "device_map" not in options:
             options.setdefault("low_cpu_mem_usage", False)  # True would need accelerate
         if options.pop("trust_remote_code", False) or options.pop("custom_pipeline", None):

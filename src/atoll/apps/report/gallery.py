@@ -26,6 +26,7 @@ from atoll.data.dataset import Shards
 from atoll.data.shuffle import shuffled
 from atoll.encoders.encoders import Encoders
 from atoll.ensemble import SampleSettings, parse
+from atoll.nets.conditioning import OF_PROMPTS
 
 GALLERY = ArtifactKind("gallery", Content)
 FILE = "images.safetensors"
@@ -143,7 +144,7 @@ class Gallery:
             prompts = replace(prompts, clusters=[number] * len(prompts))
         sampler, rules = model.open(LoadOptions()), parse(settings.routing).rules
         conditioning = sampler.ensemble.conditioning
-        if not conditioning & {"text", "pooled"}:
+        if not conditioning & OF_PROMPTS:
             prompts = replace(prompts, captions=None)
         known = prompts.captions or (prompts.labels if "label" in conditioning else None)
         if known is None and any(example.real is None for example in self.examples):

@@ -33,10 +33,11 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent, StartSpec
-from atoll.core.networks import read_network
+from atoll.core.networks import BASE, LOCAL, BaseConfig, read_network
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Statistics
+from atoll.encoders.base_pipeline import register_base
 from atoll.experts.expert import open_expert
 from atoll.experts.run import reference_of_artifact
 from atoll.nets import DiT, Router, build
@@ -146,6 +147,30 @@ def review(
     except AtollError:
         shutil.rmtree(quarantine, ignore_errors=True)
         raise
+
+
+def find_base(remote: RemoteRun, folder: Path) -> None:
+    """Find the base model of a shared run on this machine, if it has one; raise an error if it is not the declared one.
+
+    Its files are never in a store. `folder` is the local copy of the run.
+    """
+    if not (encoder := remote.config.text.encoder).startswith(BASE):
+        return
+    text = SHARDS.parse(remote.shards(0), layout.shards(0)).text
+    declared = text.base if text else None
+    if not isinstance(declared, BaseConfig):
+        raise Refused("the settings of this run name a base model, and its shards do not")
+    setting = f"networks.default.base in {folder / layout.CONFIG_FILE}"
+    if encoder.removeprefix(BASE).partition("#")[0] == LOCAL:
+        raise AtollError(
+            f"the experts of this run are on a base model that you need to have (fingerprint {declared.weights[:16]}); "
+            f"ask its owner for it, and set {setting} to its folder"
+        )
+    if (found := register_base(encoder)) != declared.weights:
+        raise AtollError(
+            f"{setting} has the fingerprint {found[:16]}, but the experts of this run are on {declared.base} with the "
+            f"fingerprint {declared.weights[:16]}"
+        )
 
 
 def check_behavior(contribution: Contribution, artifact: Artifact, data: list[Artifact]) -> None:

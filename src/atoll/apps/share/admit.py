@@ -23,8 +23,11 @@ def waits_for_review(lease_status: LeaseStatus) -> bool:
 
 def admit(remote: RemoteRun, folder: Path) -> dict[str, str]:
     """Review every waiting contribution; return `admitted` or the reason of the refusal for each job."""
+    from atoll.apps.share.admission import find_base
+
     if not remote.trust.current.admits(remote.key):
         raise AtollError(f"{remote.store.url}: your key ({remote.key}) is neither that of an admitter nor of an owner")
+    find_base(remote, folder)
     verdicts, finished = {}, remote.networks()
     leases = list_leases(remote.store, authority=remote).leases
     for expert in range(remote.config.clusters.count):

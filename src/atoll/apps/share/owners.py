@@ -12,7 +12,14 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files, check_new
+from atoll.apps.share.admission import (
+    Contribution,
+    check_behavior,
+    check_declaration,
+    check_files,
+    check_new,
+    find_base,
+)
 from atoll.apps.share.remote_run import RemoteRun, read_all
 from atoll.apps.share.shared_settings import not_shared, shared_part
 from atoll.apps.share.store import Store
@@ -156,6 +163,7 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[RootChain, list[str]]
             store.create(layout.root(signed.content.version, signed.content.digest), data)
     check_seen(trust)
     remote = RemoteRun(store, trust, config, signer)
+    find_base(remote, run)
     return trust, sent + _push_networks(remote, run)
 
 

@@ -16,6 +16,7 @@ from atoll.core import config as configuration
 from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import TrainSection
 from atoll.core.errors import AtollError
+from atoll.core.networks import BASE, LOCAL
 from atoll.encoders.hub import public_name
 from atoll.verify.untrusted import MAX_TEXT, Refused, check_bounded
 
@@ -39,7 +40,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
 """The shared sections, each with its shared keys; None stands for all keys."""
 NAMES = (("features", "model"), ("latents", "autoencoder"), ("text", "encoder"))
 """Keys that hold the name of a model on the hub, or a folder. A local folder is written to the store as `local`."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_NAME = re.compile(r"(base:)?[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 MAX_BYTES = 1 << 16
 """Maximum size of the settings, in bytes. With 512 experts and one objective each they take 20 kB."""
@@ -68,10 +69,8 @@ def shared_part(config: Config) -> bytes:
     """Return the shared settings of a run as YAML; equal configurations give equal bytes.
 
     Raise an error if `train.init_from` is set: other machines cannot read that folder and would silently start from
-    other weights. A base model is refused too: its folder would be a path of this machine.
+    other weights.
     """
-    if any(isinstance(network, dict) and "base" in network for network in config.networks.values()):
-        raise AtollError("networks has a base model; a run on a base model cannot be shared")
     if config.train.init_from is not None:
         raise AtollError(
             f"train.init_from is {config.train.init_from}, a folder of this machine, and contributors would start from "
@@ -80,6 +79,9 @@ def shared_part(config: Config) -> bytes:
     values = config.model_dump(mode="json", include=_included())
     for section, key in NAMES:
         values[section][key] = public_name(values[section][key])
+    for network in values["networks"].values():
+        if isinstance(network, dict) and "base" in network:
+            network["base"] = public_name(network["base"])
     return yaml.safe_dump(values, sort_keys=True).encode()
 
 
@@ -91,8 +93,11 @@ def not_shared(config: Config) -> list[str]:
     for section, values in changed.items():
         if section not in SHARED:
             names.append(section)
-        elif isinstance(values, dict) and section not in ("experts", "networks"):
-            names += [f"{section}.{key}" for key, value in values.items() if shared[section].get(key) != value]
+        elif section == "networks":
+            names += [f"networks.{key}.base" for key, value in values.items() if shared[section][key] != value]
+        elif isinstance(values, dict) and section != "experts":
+            own = {key: value for key, value in values.items() if not str(value).startswith(BASE)}
+            names += [f"{section}.{key}" for key, value in own.items() if shared[section].get(key) != value]
     return names
 
 
@@ -131,6 +136,9 @@ def _check_section(section: object, content: Any, source: str) -> None:
             raise Refused(f"{source} sets {where}, which belongs to a machine and not to a shared run")
         if (section, key) in NAMES and not (isinstance(value, str) and _NAME.fullmatch(value)):
             raise Refused(f"{source}: {where} is {str(value)[:80]!r}; expected a name, not a path")
+        base = value.get("base", LOCAL) if section == "networks" and isinstance(value, dict) else LOCAL
+        if not (isinstance(base, str) and _NAME.fullmatch(base)):
+            raise Refused(f"{source}: {where}.base is {str(base)[:80]!r}; expected a name, not a path")
         if key == "ema":
             _check_ema(value, f"{source}: {where}")
         elif section in ("experts", "networks") or key in ("network", "align"):

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from zlib import crc32
 
 from atoll import flow
-from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files
+from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files, find_base
 from atoll.apps.share.admit import waits_for_review
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
 from atoll.apps.share.lease_records import LeaseState, LeaseStatus, RecordChanges, list_leases, new_name
@@ -32,6 +32,7 @@ from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
+from atoll.core.networks import BASE, BaseConfig
 from atoll.experts.cost import parameter_count
 from atoll.train.job import train_job
 from atoll.train.loop import Requeue
@@ -302,8 +303,10 @@ def public_reason(error: BaseException) -> str:
 
 def check_overrides(overrides: dict[str, str]) -> None:
     """Raise an error unless the overrides set only objectives, networks and harmless keys of `train`."""
-    for key in overrides:
+    for key, value in overrides.items():
         section, _, name = key.partition(".")
+        if section == "networks" and "base" in f"{name}{value}":
+            raise AtollError(f"--{key} names a base model, and leases are public; set it in atoll.yaml of your folder")
         if section not in ("experts", "networks") and not (
             section == "train" and name.split(".")[0] in CONTRIBUTOR_KEYS
         ):
@@ -318,7 +321,7 @@ def check_allowed(spec: TrainSpec, policy: Policy) -> None:
     if allowed is not None and spec.objective not in [flow.objective(name).spec for name in allowed]:
         raise AtollError(f"the policy of the run allows only the objectives {', '.join(allowed)}")
     kind = spec.network.class_name
-    if kind not in policy.networks:
+    if kind not in policy.networks and not isinstance(spec.network, BaseConfig):
         raise AtollError(f"the policy of the run allows only the networks {', '.join(policy.networks)}, not {kind}")
     count = parameter_count(spec.network)
     if count > policy.max_parameters:
@@ -388,6 +391,9 @@ def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -
     # `shared_start` refuses a run whose start is not published yet.
     if remote.shared_start() is not None and options.get("network"):
         raise AtollError("--network: the experts of this run begin with its shared start, so they have its network")
+    find_base(remote, folder)
+    if options.get("network") and remote.config.text.encoder.startswith(BASE):
+        raise AtollError("--network: all experts of this run are on its base model")
     worker = Worker(remote, folder, remote.config, **options)
     experts = range(remote.config.clusters.count)
     if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):

@@ -7,7 +7,8 @@ slot, so repeating a prompt costs nothing. The number of slots bounds the memory
 # Experts prepare conditions (keys and values of the text tokens, label embeddings) for a whole tensor of slots, and a
 # step selects rows of it: slot i is row i, and the row after the last slot is the null condition of guidance. All rows
 # of such a tensor have the same parts. A condition with a prompt and one with a class therefore live in different
-# pools, and images of different pools cannot share a forward pass.
+# pools, and images of different pools cannot share a forward pass. The arguments of a base network also depend on the
+# size of the image, so they have a pool for each size.
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from atoll.core.sizes import Size
 from atoll.ensemble import Sampler
 from atoll.experts.batch_conditions import BatchConditions, ConditionSlots
 from atoll.nets import Condition
+from atoll.nets.conditioning import OF_PROMPTS
 
 Key = tuple[str | None, str | int | None]
 """Prompt and class of a request."""
@@ -87,24 +90,26 @@ class ConditionCache:
 
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._ensemble, self._count = sampler, sampler.ensemble, count
-        self._pools: dict[tuple[bool, bool], SlotPool] = {}
+        self._pools: dict[tuple[tuple[bool, bool], Size | None], SlotPool] = {}
         self._unconditional = Condition()
 
-    def acquire(self, keys: Sequence[Key]) -> list[Slot]:
-        """Return a slot for each condition; conditions that are not cached are encoded in one batch."""
+    def acquire(self, keys: Sequence[Key], size: Size | None = None) -> list[Slot]:
+        """Return a slot for each condition of images of one size; the ones that are not cached are encoded together."""
+        size = size if "arguments" in self._ensemble.conditioning else None
         for parts in {self._parts(key) for key in keys if any(self._parts(key))}:
-            pool, own = self._pools.get(parts), [key for key in keys if self._parts(key) == parts]
+            pool, own = self._pools.get((parts, size)), [key for key in keys if self._parts(key) == parts]
             new = list(dict.fromkeys(own)) if pool is None else pool.missing(own)
             if not new:
                 continue
             condition = self._sampler.encode(
                 [str(prompt) for prompt, _ in new] if parts[0] else None,
                 [label for _, label in new if label is not None] if parts[1] else None,
+                size=size,
             )
-            pool = self._pools.setdefault(parts, pool or SlotPool(condition[:1], self._count))
+            pool = self._pools.setdefault((parts, size), pool or SlotPool(condition[:1], self._count))
             for row, key in enumerate(new):
                 pool.put(key, condition[row : row + 1])
-        return [self._slot(key) for key in keys]
+        return [self._slot(key, size) for key in keys]
 
     def batch(self, slots: Sequence[Slot]) -> BatchConditions:
         """Return the conditions of a batch of images whose slots are in one pool."""
@@ -115,19 +120,20 @@ class ConditionCache:
     def _parts(self, key: Key) -> tuple[bool, bool]:
         """Return whether the model uses the prompt, and whether it uses the class."""
         accepted = self._ensemble.conditioning
-        return key[0] is not None and bool(accepted & {"text", "pooled"}), key[1] is not None and "label" in accepted
+        return key[0] is not None and bool(accepted & OF_PROMPTS), key[1] is not None and "label" in accepted
 
-    def _slot(self, key: Key) -> Slot:
+    def _slot(self, key: Key, size: Size | None) -> Slot:
         parts = self._parts(key)
         if any(parts):
-            pool = self._pools[parts]
+            pool = self._pools[parts, size]
             return Slot(pool, pool.acquire(key), key)
         if not self._ensemble.conditioning:
             return Slot(None, 0)
         # Every pool has the null condition in its last row. Reusing a pool that exists lets unconditional images share
         # the forward passes of conditioned ones. If there is none, create one for prompts, or for classes without text.
-        if not self._pools:
-            text = bool(self._ensemble.conditioning & {"text", "pooled"})
-            example = self._sampler.encode([""]) if text else self._sampler.encode(labels=[0])
-            self._pools[text, not text] = SlotPool(example, self._count)
-        return Slot(next(iter(self._pools.values())), self._count)
+        known = [pool for (_, own), pool in self._pools.items() if own == size]
+        if not known:
+            text = bool(self._ensemble.conditioning & OF_PROMPTS)
+            example = self._sampler.encode([""], size=size) if text else self._sampler.encode(labels=[0])
+            known = [self._pools.setdefault(((text, not text), size), SlotPool(example, self._count))]
+        return Slot(known[0], self._count)

@@ -319,7 +319,7 @@ class Engine:
         # Start the requests that fit into the batch, and post new queue positions to the others.
         start = time.perf_counter()
         new = [request for request in requests[: self.batch_size] if request.slot is None]
-        self._together(_begin, new, lambda request: request.model)
+        self._together(_begin, new, lambda request: (request.model, request.generation.size))
         for position, request in enumerate(requests[self.batch_size :], 1):
             if request.position != position:
                 request.position = position
@@ -431,15 +431,15 @@ def _request_of(part: RequestState | ImageState | DecodeJob) -> RequestState:
 
 
 def _begin(requests: Sequence[RequestState]) -> None:
-    """Assign noise and condition slots to requests for one model; their prompts are encoded together."""
-    sampler, noises = requests[0].model.sampler, []
+    """Assign noise and condition slots to requests for one model and size; their prompts are encoded together."""
+    sampler, noises, size = requests[0].model.sampler, [], requests[0].generation.size
     for request in requests:
         # The noise is that of `Sampler.generate`: a function of the seed and the image's number.
         generation = request.generation
-        size = sampler.latent_size(generation.size)
-        noises.append(sampler.noise(generation.num_images, generation.settings.seed, size=size))
+        latents = sampler.latent_size(size)
+        noises.append(sampler.noise(generation.num_images, generation.settings.seed, size=latents))
     keys = [(request.generation.prompt, request.generation.label) for request in requests]
-    slots = requests[0].model.condition_cache.acquire(keys)
+    slots = requests[0].model.condition_cache.acquire(keys, size)
     for request, slot, noise in zip(requests, slots, noises, strict=True):
         request.slot = slot
         request.images = [ImageState(request, number, x) for number, x in enumerate(noise)]

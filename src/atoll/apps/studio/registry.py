@@ -25,6 +25,7 @@ from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, Sampler, load, parse
 from atoll.ensemble.memory_plan import plan_memory
 from atoll.ensemble.sampler import draws_unconditioned
+from atoll.nets.conditioning import OF_PROMPTS
 
 # Seconds between two scans for trained networks. A scan without news reads only the modification times of a few files.
 SCAN_SECONDS = 2.0
@@ -188,7 +189,7 @@ class ModelRegistry:
         ensemble = sampler.ensemble
         # Decoding and encoding once loads the autoencoder and the text encoder now, not in the first request.
         sampler.decode(torch.zeros(1, *ensemble.shape))
-        if ensemble.conditioning & {"text", "pooled"}:
+        if ensemble.conditioning & OF_PROMPTS:
             sampler.encode([""])
         routings = supported_routings(ensemble)
         default = routings[0] if routings else None

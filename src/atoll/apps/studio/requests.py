@@ -32,6 +32,7 @@ from atoll.core.errors import AtollError
 from atoll.core.sizes import Size
 from atoll.ensemble import Ensemble, SampleSettings
 from atoll.ensemble.saving import to_png
+from atoll.nets.conditioning import OF_PROMPTS
 
 # Seconds without an event after which a stream sends a comment. Many proxies close idle connections after 60 s.
 HEARTBEAT_SECONDS = 10.0
@@ -64,7 +65,7 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
 
     # Condition
     conditioning = model.ensemble.conditioning
-    if request.prompt is not None and not conditioning & {"text", "pooled"}:
+    if request.prompt is not None and not conditioning & OF_PROMPTS:
         raise ApiError(422, "this model was trained without text and takes no prompts", "prompt")
     if request.label is not None:
         if "label" not in conditioning:

@@ -25,6 +25,7 @@ from atoll.data.stages import ingest
 from atoll.experts.expert import Declaration
 from atoll.experts.network_folder import DECLARATION_FILE, read_declaration
 from atoll.nets import build, count_parameters
+from atoll.nets.conditioning import OF_PROMPTS
 
 # Sizes of the lists on the web page: as many as fit into a card or under the prompt without scrolling.
 CAPTIONS_PER_CLUSTER, LABELS_PER_CLUSTER, MAX_EXAMPLES = 12, 6, 12
@@ -62,7 +63,7 @@ def describe_run(models: ModelRegistry, queue: int, token_required: bool) -> sch
         sizes=sizes,
         models=list(loaded),
         conditioning=schemas.AcceptedConditions(
-            text=bool(accepted & {"text", "pooled"}), labels=list(labels) if "label" in accepted else []
+            text=bool(accepted & OF_PROMPTS), labels=list(labels) if "label" in accepted else []
         ),
         experts=[] if ensemble is None else [_summary(expert) for expert in ensemble.declarations],
         missing=missing,
