@@ -235,8 +235,9 @@ def _difference(
     for plan, got in list(zip(plans, results, strict=True))[::8]:
         for request, (_, images) in zip(plan, got, strict=True):
             alone = model.generate(
-                [request.prompt], steps=request.steps, guidance_scale=GUIDANCE_SCALE, routing="top-1", seed=request.seed
-            )
+                request.prompt, num_inference_steps=request.steps, guidance_scale=GUIDANCE_SCALE, routing="top-1",
+                seed=request.seed,
+            )  # fmt: skip
             served = Image.open(BytesIO(base64.b64decode(images[0])))
             gap = np.asarray(served, int) - np.asarray(alone.images[0], int)
             worst = max(worst, float(np.abs(gap).max()))

@@ -94,13 +94,14 @@ def test_photographs_of_three_ratios_from_files_to_a_pipeline(tmp_path: Path, ca
     sampler = atoll.load(run)
     assert {str(size) for size in sampler.sizes} == EXPECTED
     made = {
-        size: sampler.generate(["photograph 3"], size=size, steps=2, guidance_scale=3.0, seed=5).latents
-        for size in ("36x24", "24x36")
+        (width, height): sampler.generate(
+            "photograph 3", width=width, height=height, num_inference_steps=2, guidance_scale=3.0, seed=5
+        ).latents
+        for width, height in ((36, 24), (24, 36))
     }
     shutil.move(run, tmp_path / "elsewhere")
     pipe = AtollPipeline.from_pretrained(tmp_path / "export")
-    for size, expected in made.items():
-        width, height = map(int, size.split("x"))
+    for (width, height), expected in made.items():
         options = {"width": width, "height": height, "num_inference_steps": 2, "guidance_scale": 3.0, "seed": 5}
         assert torch.equal(pipe("photograph 3", output_type="latent", **options).images, expected)
         assert pipe("photograph 3", **options).images[0].size == (width, height)

@@ -133,14 +133,14 @@ def test_a_drawn_expert_computes_all_steps_and_the_router_runs_once(
         return original(self, x, *rest)
 
     monkeypatch.setattr(OpenRouter, "logits", logits)
-    how: dict[str, Any] = {"num_images": B, "steps": 4, "guidance_scale": 3.0}
+    how: dict[str, Any] = {"num_images": B, "num_inference_steps": 4, "guidance_scale": 3.0}
     made = sampler.generate(prompts, routing="drawn", trace=True, **how)
     assert batches == [2 * B]
     assert made.trace is not None
     chosen = made.trace.weights.argmax(-1)
     assert bool((chosen == chosen[0]).all())
     assert len(set(chosen[0].tolist())) > 1
-    alone = sampler.generate(prompts, routing="oracle", clusters=chosen[0].tolist(), **how)
+    alone = sampler.generate(prompts, routing="oracle", cluster=chosen[0].tolist(), **how)
     torch.testing.assert_close(made.latents, alone.latents)
 
 

@@ -195,8 +195,10 @@ def test_a_name_on_the_hub_is_found_in_its_cache(
         link.symlink_to(os.path.relpath(repository / "blobs" / f"{number:040d}", link.parent))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    expected = atoll.load(conditioned_export).generate(labels=["circle"], steps=3).latents
-    assert torch.equal(atoll.load("someone/islands").generate(labels=["circle"], steps=3).latents, expected)
+    expected = atoll.load(conditioned_export).generate(label=["circle"], num_inference_steps=3).latents
+    assert torch.equal(
+        atoll.load("someone/islands").generate(label=["circle"], num_inference_steps=3).latents, expected
+    )
     pipe = AtollPipeline.from_pretrained("someone/islands")
     assert torch.equal(pipe(label="circle", num_inference_steps=3, output_type="latent").images, expected)
     with pytest.raises(AtollError, match="'someone/else' is not a folder, and could not be downloaded"):
@@ -291,7 +293,7 @@ def reference(
 def test_the_paris_release_gives_the_images_of_its_reference_sampler(release: Path) -> None:
     prompts = ["a red apple", "a blue boat", "a boat"]
     ensemble = atoll.load(release)
-    made = ensemble.generate(prompts, steps=5, guidance_scale=7.5, routing="top-2", seed=1, trace=True)
+    made = ensemble.generate(prompts, num_inference_steps=5, guidance_scale=7.5, routing="top-2", seed=1, trace=True)
     noise = rng.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
     latents, pixels = reference(release, prompts, noise, 5, 7.5)
     assert made.trace is not None

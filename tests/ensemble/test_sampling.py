@@ -18,10 +18,23 @@ from atoll.nets.quantization import Int8Linear, quantize
 from ensemble.runs import read_settings, write_run
 
 PROMPTS = ["a red circle", "a green square"]
-QUICK = {"steps": 4, "guidance_scale": 3.0}
+QUICK = {"num_inference_steps": 4, "guidance_scale": 3.0}
 # Kernels sum batches of different sizes in different orders. With an error of one rounding added to every kernel, the
 # latents of these four guided steps differed by up to 2e-4. Those of another seed differ by more than 0.05 on average.
 ROUNDING = {"atol": 1e-3, "rtol": 1e-3}
+
+
+def test_a_sampler_takes_one_prompt_and_describes_itself(run: Path) -> None:
+    sampler = atoll.load(run)
+    one, several = sampler.generate(PROMPTS[0], **QUICK), sampler.generate(PROMPTS[:1], **QUICK)
+    assert torch.equal(one.latents, several.latents)
+    assert one.prompts == PROMPTS[:1]
+    assert [image.tobytes() for image in sampler.sample(PROMPTS[0], **QUICK)] == [one.images[0].tobytes()]
+    repeated = sampler.generate(PROMPTS, num_images_per_prompt=2, **QUICK)
+    assert repeated.prompts == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2
+    told = "Sampler(3 experts with a router, conditioned on pooled, text; latents 3x8x8; on cpu in float32)"
+    assert repr(sampler) == told
+    assert repr(atoll.load(run, "student")).startswith("Sampler(student, conditioned on ")
 
 
 @pytest.mark.parametrize("routing", ["top-1", "top-2", "drawn", "sample-1", "nearest"])
@@ -42,7 +55,7 @@ def test_drawing_an_expert_by_an_unconditioned_router_gives_a_warning(
     conditioned = write_run(tmp_path / "run", router_conditioning=("pooled",))
     warned = {}
     for folder, routing in ((run, "drawn"), (run, "top-2@0.5,drawn"), (conditioned, "drawn")):
-        atoll.load(folder).generate(PROMPTS, routing=routing, steps=2)
+        atoll.load(folder).generate(PROMPTS, routing=routing, num_inference_steps=2)
         warned[folder, routing] = "the router is not conditioned on the prompt" in capsys.readouterr().err
     assert list(warned.values()) == [True, False, False]
 
@@ -68,17 +81,17 @@ def test_conditions_are_prepared_for_one_batch_at_a_time(run: Path, monkeypatch:
 def test_every_solver_samples(run: Path, solver: str) -> None:
     """Two prompts give different images from the same noise."""
     ensemble = atoll.load(run)
-    first, second = (ensemble.sample([prompt], solver=solver, steps=5)[0] for prompt in PROMPTS)
+    first, second = (ensemble.sample([prompt], solver=solver, num_inference_steps=5)[0] for prompt in PROMPTS)
     assert first.size == (8, 8)
     assert np.abs(np.asarray(first, float) - np.asarray(second, float)).max() > 0
 
 
 def test_guidance_applies_only_inside_its_interval(run: Path) -> None:
     ensemble = atoll.load(run)
-    plain = ensemble.generate(PROMPTS, steps=4, guidance_scale=1.0).latents
-    never = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0, guidance_interval=(0.3, 0.4)).latents
-    always = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0).latents
-    late = ensemble.generate(PROMPTS, steps=4, guidance_scale=9.0, guidance_interval=(0.0, 0.5)).latents
+    plain = ensemble.generate(PROMPTS, num_inference_steps=4, guidance_scale=1.0).latents
+    never = ensemble.generate(PROMPTS, num_inference_steps=4, guidance_scale=9.0, guidance_interval=(0.3, 0.4)).latents
+    always = ensemble.generate(PROMPTS, num_inference_steps=4, guidance_scale=9.0).latents
+    late = ensemble.generate(PROMPTS, num_inference_steps=4, guidance_scale=9.0, guidance_interval=(0.0, 0.5)).latents
     assert torch.equal(never, plain)
     assert not torch.allclose(always, plain, atol=1e-2)
     assert not torch.allclose(late, always, atol=1e-2)
@@ -121,11 +134,11 @@ def test_missing_experts_give_a_warning_and_the_others_are_sampled(run: Path, tm
 
 def test_classes_are_given_by_name_or_number(tmp_path: Path, capsys) -> None:
     ensemble = atoll.load(write_run(tmp_path / "run", conditioning=("label",)))
-    by_name = ensemble.generate(labels=["square"], **QUICK)
-    assert torch.equal(by_name.latents, ensemble.generate(labels=[1], **QUICK).latents)
-    assert not torch.equal(by_name.latents, ensemble.generate(labels=[2], **QUICK).latents)
+    by_name = ensemble.generate(label=["square"], **QUICK)
+    assert torch.equal(by_name.latents, ensemble.generate(label=[1], **QUICK).latents)
+    assert not torch.equal(by_name.latents, ensemble.generate(label=[2], **QUICK).latents)
     with pytest.raises(AtollError, match=r"unknown class 'sqare' \(did you mean 'square'\?\)"):
-        ensemble.sample(labels=["sqare"])
+        ensemble.sample(label=["sqare"])
     capsys.readouterr()
     ensemble.sample(PROMPTS, **QUICK)
     warnings = capsys.readouterr().err
@@ -137,18 +150,23 @@ def test_classes_are_given_by_name_or_number(tmp_path: Path, capsys) -> None:
     ("how", "says"),
     [
         ({"solver": "eulr"}, "did you mean 'euler'?"),
-        ({"steps": 0}, "steps >= 1"),
+        ({"num_inference_steps": 0}, "steps >= 1"),
         ({"num_images": 0}, "at least one image"),
         ({"guidance_interval": (0.9, 0.1)}, "guidance interval"),
-        ({"prompts": "one string"}, "prompts must be a list"),
-        ({"prompts": []}, "prompts must be a list that is not empty"),
-        ({"labels": ["circle"], "prompts": ["a", "b"]}, None),
+        ({"prompt": []}, "prompt must not be empty"),
+        ({"prompt": "a", "generator": [torch.Generator(), torch.Generator()]}, "2 generators for 1 images"),
+        ({"prompt": "a", "latents": torch.zeros(1, 3, 8, 9)}, "shape (1, 3, 8, 9)"),
+        ({"prompt": "a", "width": 8, "height": 8, "latents": torch.zeros(1, 3, 4, 4)}, "expected (1, 3, 8, 8)"),
+        ({"negative_prompt": "a"}, "negative_prompt needs a prompt"),
+        ({"prompt_embeds": torch.zeros(1, 4, 8), "prompt": "a"}, "replaces a prompt"),
+        ({"callback_on_step_end_tensor_inputs": ["latent"]}, "did you mean 'latents'?"),
+        ({"label": ["circle"], "prompt": ["a", "b"]}, None),
     ],
 )
 def test_invalid_settings_are_an_error(run: Path, how: dict, says: str | None) -> None:
     ensemble = atoll.load(run)
     if says is None:
-        assert len(ensemble.sample(**{"steps": 2, **how})) == 2
+        assert len(ensemble.sample(**{"num_inference_steps": 2, **how})) == 2
         return
     with pytest.raises(AtollError) as error:
         ensemble.sample(**how)
@@ -174,21 +192,21 @@ def test_without_a_router_nearest_and_oracle_still_work(run: Path, tmp_path: Pat
     shutil.copytree(run, alone)
     shutil.rmtree(alone / "router")
     ensemble = atoll.load(alone)
-    assert len(ensemble.sample(PROMPTS, routing="nearest", steps=2)) == 2
-    assert len(ensemble.sample(PROMPTS, routing="oracle", clusters=[2, 0], steps=2)) == 2
+    assert len(ensemble.sample(PROMPTS, routing="nearest", num_inference_steps=2)) == 2
+    assert len(ensemble.sample(PROMPTS, routing="oracle", cluster=[2, 0], num_inference_steps=2)) == 2
     with pytest.raises(AtollError, match="no router"):
-        ensemble.sample(PROMPTS, routing="top-1", steps=2)
+        ensemble.sample(PROMPTS, routing="top-1", num_inference_steps=2)
     for number in range(3):
         manifest = alone / f"experts/{number:03d}/final/manifest.json"
         value = json.loads(manifest.read_text())
         del value["files"]["cluster.safetensors"]
         manifest.write_text(json.dumps(value))
     with pytest.raises(AtollError, match="experts/000 has no cluster density"):
-        atoll.load(alone).sample(PROMPTS, routing="nearest", steps=2)
+        atoll.load(alone).sample(PROMPTS, routing="nearest", num_inference_steps=2)
 
 
 def test_bfloat16_and_int8_are_close_to_float32(run: Path) -> None:
-    how = {"num_images": 3, "routing": "oracle", "clusters": [0, 1, 2], "steps": 4, "guidance_scale": 1.0}
+    how = {"num_images": 3, "routing": "oracle", "cluster": [0, 1, 2], "num_inference_steps": 4, "guidance_scale": 1.0}
     exact = atoll.load(run).generate(PROMPTS, **how).latents
     for options, limit in (({"dtype": "bfloat16"}, 0.05), ({"quantize": "int8"}, 0.05)):
         other = atoll.load(run, **options).generate(PROMPTS, **how).latents
@@ -228,7 +246,10 @@ def test_the_command_writes_images_with_their_settings(run: Path, tmp_path: Path
     settings = read_settings(out / "002.png")
     assert settings["prompt"] == PROMPTS[0]
     again = atoll.load(run).generate(
-        PROMPTS, num_images=3, **{key: settings[key] for key in ("steps", "seed", "routing", "guidance_scale")}
+        PROMPTS,
+        num_images=3,
+        num_inference_steps=settings["steps"],
+        **{key: settings[key] for key in ("seed", "routing", "guidance_scale")},
     )
     for number in range(3):
         made = np.asarray(Image.open(out / f"{number:03d}.png"), float)

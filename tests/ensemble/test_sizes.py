@@ -27,7 +27,7 @@ from atoll.flow import rng
 from ensemble.runs import read_settings
 from sized import LABELS, ROWS, SIZES
 
-QUICK = {"steps": 3, "guidance_scale": 2.0}
+QUICK = {"num_inference_steps": 3, "guidance_scale": 2.0}
 
 
 def latents_of(shards: Shards, size: Size | None = None) -> Tensor:
@@ -157,7 +157,9 @@ def test_an_analytic_expert_samples_a_size_that_is_not_square() -> None:
     ensemble = Ensemble([NetworkReference(declaration, GaussianVelocity, 0)])
     sampler = Sampler(ensemble, Encoders.of(latents, None))
     for size in (Size(12, 20), Size(16, 16)):
-        made = sampler.generate(num_images=3, size=size, steps=200, solver="heun", guidance_scale=1.0, seed=5)
+        made = sampler.generate(
+            num_images=3, **vars(size), num_inference_steps=200, solver="heun", guidance_scale=1.0, seed=5
+        )
         mean = torch.tensor([0.3, -0.2, 0.5]).view(3, 1, 1)
         torch.testing.assert_close(made.latents, mean + 0.5 * sampler.noise(3, 5, size=size), atol=2e-3, rtol=2e-3)
         assert {image.size for image in made.images} == {(size.width, size.height)}
@@ -168,16 +170,18 @@ def test_every_routing_samples_every_size(sized_run: Path, routing: str) -> None
     sampler = atoll.load(sized_run)
     assert sampler.sizes == tuple(SIZES)
     for size in SIZES:
-        made = sampler.generate(None, LABELS, size=size, routing=routing, **QUICK)
+        made = sampler.generate(label=LABELS, **vars(size), routing=routing, **QUICK)
         assert [image.size for image in made.images] == 3 * [(size.width, size.height)]
-    default = sampler.generate(None, LABELS, routing=routing, **QUICK)
-    assert torch.equal(default.latents, sampler.generate(None, LABELS, size="16x16", routing=routing, **QUICK).latents)
+    default = sampler.generate(label=LABELS, routing=routing, **QUICK)
+    assert torch.equal(
+        default.latents, sampler.generate(label=LABELS, width=16, height=16, routing=routing, **QUICK).latents
+    )
 
 
 def test_a_size_gives_the_same_images_at_any_batch_size(sized_run: Path) -> None:
     sampler = atoll.load(sized_run)
-    whole = sampler.generate(None, LABELS, 5, size="20x12", **QUICK)
-    parts = sampler.generate(None, LABELS, 5, size="20x12", batch_size=2, **QUICK)
+    whole = sampler.generate(label=LABELS, num_images=5, width=20, height=12, **QUICK)
+    parts = sampler.generate(label=LABELS, num_images=5, width=20, height=12, batch_size=2, **QUICK)
     torch.testing.assert_close(parts.latents, whole.latents, atol=1e-3, rtol=1e-3)
 
 
@@ -215,4 +219,4 @@ def test_a_wrong_size_is_an_error(sized_run: Path, size: str, message: str, caps
 def test_a_wrong_size_is_an_error_of_the_library(sized_run: Path) -> None:
     for size in (Size(10, 16), Size(0, 16), Size(16, -4)):
         with pytest.raises(AtollError, match="multiples of 4"):
-            atoll.load(sized_run).sample(size=size)
+            atoll.load(sized_run).sample(**vars(size))

@@ -25,7 +25,7 @@ PROMPTS = ["a red circle", "a green square", "nothing at all"]
 @pytest.mark.parametrize("routing", ["top-2", "full"])
 def test_images_do_not_depend_on_the_number_of_loaded_experts(run: Path, routing: str) -> None:
     """Experts run in a different order, on batches of equal shapes."""
-    how = {"routing": routing, "steps": 4, "num_images": 7, "guidance_scale": 3.0}
+    how = {"routing": routing, "num_inference_steps": 4, "num_images": 7, "guidance_scale": 3.0}
     everything = atoll.load(run).generate(PROMPTS, **how)
     for limit in (1, 2):
         few = atoll.load(run, max_loaded_experts=limit)
@@ -49,7 +49,9 @@ def test_an_expert_is_freed_before_the_next_one_is_loaded(run: Path, monkeypatch
         return opened
 
     monkeypatch.setattr(ExpertCache, "_load", counted)
-    atoll.load(run, max_loaded_experts=1, dtype="bfloat16").generate(PROMPTS, num_images=4, steps=2, routing="full")
+    atoll.load(run, max_loaded_experts=1, dtype="bfloat16").generate(
+        PROMPTS, num_images=4, num_inference_steps=2, routing="full"
+    )
     assert len(networks) > 3
     assert most[0] <= 1
 

@@ -22,7 +22,7 @@ from atoll.nets import Condition, load_network
 from ensemble.runs import SMALL, SPACE, declared_by, write_network, write_run
 
 PROMPTS = ["a red circle", "a green square", "nothing at all"]
-HOW: dict[str, Any] = {"routing": "top-2", "steps": 3, "seed": 5, "guidance_scale": 3.0}
+HOW: dict[str, Any] = {"routing": "top-2", "num_inference_steps": 3, "seed": 5, "guidance_scale": 3.0}
 SAME_IN_A_NEW_PROCESS = """
 import sys, numpy, torch
 torch.set_num_threads(1)
@@ -56,10 +56,10 @@ def test_the_export_gives_the_latents_of_the_run(conditioned_run: Path, conditio
     """With mixed objectives and sizes, any routing, and any number of experts in memory."""
     how = {**HOW, "routing": routing}
     labels = ["circle", 2, "square", "triangle"]
-    expected = atoll.load(conditioned_run).generate(labels=labels, **how)
+    expected = atoll.load(conditioned_run).generate(label=labels, **how)
     for max_loaded_experts in (None, 1):
         model = atoll.load(conditioned_export, max_loaded_experts=max_loaded_experts)
-        assert torch.equal(model.generate(labels=labels, **how).latents, expected.latents)
+        assert torch.equal(model.generate(label=labels, **how).latents, expected.latents)
     original, exported = (atoll.load(folder).ensemble.declarations for folder in (conditioned_run, conditioned_export))
     assert original == exported
 
@@ -125,8 +125,8 @@ def test_exporting_one_network(
     assert printed["model"] == model
     assert printed["experts"] == 1
     assert not (folder / "router").exists()
-    expected = atoll.load(conditioned_run, model).generate(labels=["circle"], **HOW).latents
-    assert torch.equal(atoll.load(folder).generate(labels=["circle"], **HOW).latents, expected)
+    expected = atoll.load(conditioned_run, model).generate(label=["circle"], **HOW).latents
+    assert torch.equal(atoll.load(folder).generate(label=["circle"], **HOW).latents, expected)
     assert "license: mit" in (folder / "README.md").read_text()
 
 
@@ -141,7 +141,7 @@ def test_the_normalization_and_the_moments_of_the_data_are_exported(tmp_path: Pa
     export(run, folder)
     assert json.loads((folder / "expert_0/config.json").read_text())["_class_name"] == "DiTTransformer2DModel"
     how = {**HOW, "routing": "nearest"}
-    made = [atoll.load(source).generate(labels=["circle"], **how).latents for source in (run, folder)]
+    made = [atoll.load(source).generate(label=["circle"], **how).latents for source in (run, folder)]
     assert torch.equal(*made)
     for expert in atoll.load(folder).ensemble.declarations:
         assert expert.bridge.data_mean == tuple(scaled["data_mean"])
@@ -195,8 +195,8 @@ def test_a_diffusers_unet_is_exported_as_a_diffusers_unet(tmp_path: Path) -> Non
     expected = ours.eval()(x, torch.tensor([5.0, 900.0]), Condition(label=label))
     assert torch.equal(theirs.eval()(x, torch.tensor([5.0, 900.0]), label).sample, expected)
     how = {**HOW, "routing": "full"}
-    expected = atoll.load(run).generate(labels=[0, 1], **how).latents
-    assert torch.equal(atoll.load(tmp_path / "out").generate(labels=[0, 1], **how).latents, expected)
+    expected = atoll.load(run).generate(label=[0, 1], **how).latents
+    assert torch.equal(atoll.load(tmp_path / "out").generate(label=[0, 1], **how).latents, expected)
 
 
 def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
     export(run, tmp_path / "out", "expert:0")
     texts = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
     assert not [path for path in texts if "secret folder" in path.read_text()]
-    expected = atoll.load(run, "expert:0").generate(labels=[0, 1], **HOW)
+    expected = atoll.load(run, "expert:0").generate(label=[0, 1], **HOW)
     shutil.rmtree(folder)
-    samples = atoll.load(tmp_path / "out").generate(labels=[0, 1], **HOW)
+    samples = atoll.load(tmp_path / "out").generate(label=[0, 1], **HOW)
     assert torch.equal(samples.latents, expected.latents)
     assert all(list(a.tobytes()) == list(b.tobytes()) for a, b in zip(samples.images, expected.images, strict=True))
 

@@ -24,7 +24,7 @@ def test_width_and_height_give_the_images_of_the_run(folder: Path, sized_run: Pa
         options = {"label": "dots", "routing": routing, "seed": 3}
         made = pipe(num_inference_steps=3, width=20, height=12, output_type="latent", **options).images
         expected = atoll.load(sized_run).generate(
-            None, ["dots"], size="20x12", steps=3, guidance_scale=4.0, routing=routing, seed=3
+            label="dots", width=20, height=12, num_inference_steps=3, guidance_scale=4.0, routing=routing, seed=3
         )
         assert torch.equal(made, expected.latents)
         assert pipe(num_inference_steps=1, **options).images[0].size == (16, 16)

@@ -111,7 +111,7 @@ def test_a_run_with_a_refused_expert_samples_with_the_others(reference: Path, of
     assert not (tmp_path / "model/experts/001").exists()
     model = atoll.load(tmp_path / "model", routing="nearest")
     assert model.missing == ("experts/001",)
-    assert len(model.sample(["a circle"], steps=2, seed=0)) == 1
+    assert len(model.sample(["a circle"], num_inference_steps=2, seed=0)) == 1
 
 
 def test_a_local_symlink_is_not_followed_out_of_an_artifact(opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_two_contributors_train_one_model_and_download_only_their_shards(
     assert set(pull(remote(store, tmp_path / "model"), tmp_path / "model").values()) == {"fetched"}
     model = atoll.load(tmp_path / "model", routing="nearest")
     assert model.missing == ()
-    images = model.sample(["a circle", "a square"], steps=3, seed=0)
+    images = model.sample(["a circle", "a square"], num_inference_steps=3, seed=0)
     assert [image.size for image in images] == [(32, 32)] * 2
     for job in EXPERTS:  # bit-equal to training on one machine
         assert_same_weights(reference / job / "final", tmp_path / "model" / job / "final")
@@ -284,7 +284,7 @@ def test_admission_by_the_owner_with_signatures(
     assert verdicts["experts/001"] == "fetched"
     assert verdicts["experts/000"] == "missing"
     model = atoll.load(tmp_path / "m", "expert:1")
-    assert len(model.sample(["a circle"], steps=2, seed=0)) == 1
+    assert len(model.sample(["a circle"], num_inference_steps=2, seed=0)) == 1
     weights = max((tmp_path / "shared/experts/001/final").rglob("*"), key=lambda file: file.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     assert cli.main(["pull", url, str(tmp_path / "n")]) == 2

@@ -69,7 +69,7 @@ def test_experts_of_a_shared_run_begin_with_the_start_that_its_owner_published(
     model = tmp_path / "model"
     verdicts = pull(remote(store, model), model)
     assert verdicts == dict.fromkeys([*(f"experts/00{k}" for k in range(3)), "merged", "start"], "fetched")
-    assert len(atoll.load(model, "merged").sample(["a circle"], steps=2, seed=0)) == 1
+    assert len(atoll.load(model, "merged").sample(["a circle"], num_inference_steps=2, seed=0)) == 1
 
 
 def test_an_expert_of_another_start_is_refused(new_run: Copy) -> None:

@@ -68,7 +68,7 @@ def pulled(pulled_once: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", ["experts", "expert:1", "monolith", "student"])
 def test_a_pulled_model_is_complete(pulled: Path, model: str) -> None:
-    assert len(atoll.load(pulled, model).sample(["a circle"], steps=2, seed=0)) == 1
+    assert len(atoll.load(pulled, model).sample(["a circle"], num_inference_steps=2, seed=0)) == 1
 
 
 def change(file: Path) -> None:
@@ -183,8 +183,8 @@ def test_a_refused_router_does_not_stay_on_disk(whole: Published, tmp_path: Path
     assert not (folder / "router").exists()
     assert not list((folder / ".quarantine").rglob("*.safetensors"))
     with pytest.raises(AtollError, match="router"):
-        atoll.load(folder).sample(["a circle"], steps=2)
-    assert len(atoll.load(folder, routing="nearest").sample(["a circle"], steps=2, seed=0)) == 1
+        atoll.load(folder).sample(["a circle"], num_inference_steps=2)
+    assert len(atoll.load(folder, routing="nearest").sample(["a circle"], num_inference_steps=2, seed=0)) == 1
 
 
 def test_own_networks_that_are_not_published_need_no_signature(whole: Published, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_an_export_carries_root_and_snapshot(
     assert len(list((export_once / "root").iterdir())) == 2
     listed = json.loads((export_once / "manifest.json").read_text())["files"]
     assert f"snapshot/{file.name}" in listed
-    assert len(atoll.load(export_once).sample(["a circle"], steps=2, seed=0)) == 1
+    assert len(atoll.load(export_once).sample(["a circle"], num_inference_steps=2, seed=0)) == 1
 
 
 def declare(**fields: object) -> Callable[[Path], None]:

@@ -46,7 +46,7 @@ def test_images_equal_those_of_the_command_line_and_contain_their_settings(serve
     body = {"prompt": "a circle", "num_images": 3, "steps": 4, "guidance_scale": 3.0, "routing": "top-2", "seed": 7}
     response = http.post(f"{url}/v1/images", json=body).json()
     expected = atoll.load(served_run).generate(
-        ["a circle"], num_images=3, steps=4, guidance_scale=3.0, routing="top-2", seed=7, trace=True
+        ["a circle"], num_images=3, num_inference_steps=4, guidance_scale=3.0, routing="top-2", seed=7, trace=True
     )
     assert len(response["images"]) == 3
     for number, generated in enumerate(response["images"]):

@@ -97,10 +97,9 @@ def assert_equals_generate(engine: ManualEngine, request: RequestState, model: s
     """Assert that the engine's images and weights equal those of `generate` with the same settings."""
     generation, settings = request.generation, request.generation.settings
     offline = atoll.load(engine.models.source, model).generate(
-        None if generation.prompt is None else [generation.prompt],
-        None if generation.label is None else [generation.label],
-        generation.num_images, trace=True, clusters=None if generation.cluster is None else [generation.cluster],
-        steps=settings.steps, seed=settings.seed, routing=settings.routing, guidance_scale=settings.guidance_scale,
+        generation.prompt, label=generation.label, cluster=generation.cluster, num_images=generation.num_images,
+        num_inference_steps=settings.steps, seed=settings.seed, routing=settings.routing,
+        guidance_scale=settings.guidance_scale, trace=True,
     )  # fmt: skip
     expected = np.stack([np.asarray(image, np.int16) for image in offline.images])
     assert np.abs(engine.images(request) - expected).max() <= PIXELS, settings

@@ -35,7 +35,9 @@ def test_the_run_lists_its_sizes(url: str) -> None:
 def test_images_of_a_size_equal_those_of_the_library(url: str, sized_run: Path) -> None:
     body = {"label": "dots", "num_images": 2, "steps": 3, "guidance_scale": 2.0, "seed": 4, "width": 20, "height": 12}
     response = http.post(f"{url}/v1/images", json=body).json()
-    expected = atoll.load(sized_run).generate(None, ["dots"], 2, size="20x12", steps=3, guidance_scale=2.0, seed=4)
+    expected = atoll.load(sized_run).generate(
+        label="dots", num_images=2, width=20, height=12, num_inference_steps=3, guidance_scale=2.0, seed=4
+    )
     for generated, other in zip(response["images"], expected.images, strict=True):
         assert image(generated).size == (20, 12)
         assert np.abs(np.asarray(image(generated), int) - np.asarray(other, int)).max() <= 1

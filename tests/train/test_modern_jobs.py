@@ -32,11 +32,11 @@ def test_a_stopped_job_resumes_to_the_same_weights_and_samples(new_run: Copy, tm
             train_job(spec, StopAt(96))
         train_job(spec)
         assert_same_weights(straight / spec.job / "final", broken / spec.job / "final")
-    how = {"steps": 2, "seed": 3}
-    samples = atoll.load(straight).generate(None, None, 2, **how)
+    how = {"num_inference_steps": 2, "seed": 3}
+    samples = atoll.load(straight).generate(num_images=2, **how)
     assert bool(samples.latents.isfinite().all())
     export(straight, tmp_path / "exported")
-    assert torch.equal(atoll.load(tmp_path / "exported").generate(None, None, 2, **how).latents, samples.latents)
+    assert torch.equal(atoll.load(tmp_path / "exported").generate(num_images=2, **how).latents, samples.latents)
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ def test_the_merged_network_is_declared_and_validated(started: Path) -> None:
 def test_the_merged_network_is_a_model_like_the_student(started: Path) -> None:
     models = evaluated_models(started, (), ("nearest",))
     assert [model.label for model in models] == ["experts nearest", "merged"]
-    images = atoll.load(started, "merged").sample(["a circle"], steps=2, seed=0)
+    images = atoll.load(started, "merged").sample(["a circle"], num_inference_steps=2, seed=0)
     assert images[0].size == (32, 32)
     assert "average of the weights" in model_card(
         CardData(started, "name", "merged", [content(started, "merged")], None, None)

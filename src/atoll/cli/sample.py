@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
@@ -20,7 +20,7 @@ class Sample:
 
     folder: ModelArgument
     """Folder of the run, folder of an export (`./NAME`), or hub name of an export (`OWNER/NAME`)."""
-    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")] = ()
+    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="[PROMPT ...]", help_behavior_hint="")] = ()
     """Text prompts. Omit them for unconditional samples."""
     labels: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Class labels, by name or number."""
@@ -46,6 +46,11 @@ class Sample:
     """Print the estimated memory use and exit."""
     json: bool = False
     """Print JSON."""
+    epilog: ClassVar = """
+examples:
+  atoll sample runs/mine "a red apple" "a panda" --steps 25 --guidance-scale 2
+  atoll sample runs/mine --num-images 64 --routing top-2 --out images
+"""
 
     def run(self) -> None:
         """Sample and save the images."""
@@ -68,8 +73,9 @@ class Sample:
                 print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
                 return
             samples = sampler.generate(
-                self.prompts or None, self.labels or None, count, clusters=self.clusters or None, size=size,
+                self.prompts or None, label=self.labels or None, cluster=self.clusters or None, num_images=count,
                 batch_size=self.batch_size, trace=self.save_routing, processes=processes, settings=self.settings,
+                **({} if size is None else vars(size)),
             )  # fmt: skip
         if processes.rank > 0:
             return

@@ -1,11 +1,16 @@
 """Errors for users: what is wrong, what was expected, and the most similar valid name."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AtollError(Exception):
@@ -34,3 +39,17 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     guess = nearest(str(name), known)
     hint = f" (did you mean {guess!r}?)" if guess else ""
     return f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}"
+
+
+def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Let an unknown keyword argument raise an error that names the most similar one."""
+    known = list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if wrong := next((name for name in kwargs if name not in known), None):
+            # TypeError, as Python raises it without the names.
+            raise TypeError(f"{function.__qualname__}: {unknown('keyword', wrong, [n for n in known if n != 'self'])}")
+        return function(*args, **kwargs)
+
+    return call

@@ -276,14 +276,15 @@ class Ensemble:
             found["router"] = logits[:, [column[one.clusters[0]] for one in self.declarations]].softmax(-1)
         if "nearest" in needed:
             described = described.with_tensors(parts)
-            found["nearest"] = self._nearest(states, t, described, rows=conditions.rows, null=null)
+            null_rows = conditions.null if null else None
+            found["nearest"] = self._nearest(states, t, described, rows=conditions.rows, null=null_rows)
         return found, t
 
-    def _nearest(self, x: Tensor, t: Tensor, condition: Condition, *, rows: Tensor, null: bool) -> Tensor:
+    def _nearest(self, x: Tensor, t: Tensor, condition: Condition, *, rows: Tensor, null: Tensor | None) -> Tensor:
         """Return the posterior of the clusters by their densities, in rows as `_probabilities`.
 
         Each density is evaluated in the normalization of its expert; `log_volume` makes the columns comparable. `rows`
-        (batch,) selects from the distinct conditions. Everything is on the CPU.
+        and `null` (batch,) select from the distinct conditions. Everything is on the CPU.
         """
         by_size = []
         for reference in self.references:
@@ -312,8 +313,9 @@ class Ensemble:
         known = [caption for caption in captions if caption is not None]
         # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
         if len(known) == len(captions):
-            conditioned = posterior + torch.stack(known, 1)[rows]
-            posterior = torch.cat([conditioned, posterior]) if null else conditioned
+            caption = torch.stack(known, 1)
+            parts = [posterior + caption[own] for own in (rows, null) if own is not None]
+            posterior = torch.cat(parts)
         return posterior.softmax(-1).to(x.dtype)
 
     def _mixture(

@@ -20,6 +20,7 @@ or 2 N if the source of the probabilities distinguishes the images with their co
 with the null condition (last N rows).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,9 +155,10 @@ class Routing:
 class RoutingState:
     """The state of routing from one evaluation of a batch to the next."""
 
-    seed: int = 0
+    seed: int | Sequence[int] = 0
+    """One for all images, or one for each."""
     first: int = 0
-    """Position of the batch's first image, which with the seed determines its draws."""
+    """Position of the batch's first image, which with one seed determines its draws."""
     trace: "list[Decision] | None" = None
     evaluations: int = 0
     probabilities: dict[WeightSource, Tensor] = field(default_factory=dict)
@@ -167,7 +169,9 @@ class RoutingState:
     def draw(self, routing: Routing, count: int) -> Tensor:
         """Return the random numbers (count,) of this evaluation, by seed, position and, for sample-1, step."""
         stream = routing.stream(self.evaluations)
-        return rng.uniform(count, seed=self.seed, stream=stream, first=self.first)
+        if isinstance(self.seed, int):
+            return rng.uniform(count, seed=self.seed, stream=stream, first=self.first)
+        return torch.cat([rng.uniform(1, seed=seed, stream=stream, first=0) for seed in self.seed])
 
     def record(self, t: Tensor, probabilities: Tensor, weights: Tensor) -> None:
         """Count an evaluation, and add its decision to the trace."""

@@ -1,17 +1,19 @@
 """From prompts to images: encode the prompts, integrate the ensemble's velocity from noise, decode the latents.
 
     sampler = atoll.load("RUN")
-    sampler.sample(["a red apple"], steps=50, guidance_scale=4.0)[0].save("apple.png")
+    sampler.sample("a red apple", num_inference_steps=50, guidance_scale=4.0)[0].save("apple.png")
 
-The noise of an image is a function of (seed, position), so a seed gives the same images at any batch size, up to
-float32 rounding: kernels sum batches of different sizes in different orders.
+The arguments have the names of diffusers pipelines. The noise of an image is a function of (seed, position), so a seed
+gives the same images at any batch size, up to float32 rounding: kernels sum batches of different sizes in different
+orders.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from PIL import Image
@@ -20,8 +22,9 @@ from torch import Tensor
 from atoll import flow
 from atoll.core.device import compute_dtype, download, dtype_name, parse_devices, upload
 from atoll.core.distributed import ALONE, DistContext
-from atoll.core.errors import AtollError, unknown
+from atoll.core.errors import AtollError, suggest_keywords, unknown
 from atoll.core.layout import CONFIG_FILE
+from atoll.core.names import GuidanceWeights, SolverName
 from atoll.core.networks import BaseConfig
 from atoll.core.options import SampleSettings
 from atoll.core.progress import progress
@@ -35,7 +38,8 @@ from atoll.experts.expert import DeviceOptions, open_router
 from atoll.experts.pipeline_folder import is_folder, open_folder
 from atoll.experts.run import open_run
 from atoll.flow import rng
-from atoll.nets import Condition
+from atoll.flow.schedules import TIMESTEP_SCALE
+from atoll.nets import Condition, concatenate
 from atoll.nets.arguments import ArgumentTable
 from atoll.nets.conditioning import OF_PROMPTS
 
@@ -59,9 +63,31 @@ class SamplerState:
     draw: Tensor | None = None
     """A number in [0, 1) for each image (batch,), for rules that draw experts; by default it comes from `routing`."""
 
+    @property
+    def prompt_embeds(self) -> Tensor | None:
+        """Text tokens of each image (batch, length, width)."""
+        text = self.conditions.distinct.text
+        return None if text is None else text[upload(self.conditions.rows, text.device)]
+
+    @prompt_embeds.setter
+    def prompt_embeds(self, text: Tensor) -> None:
+        """Give each image a condition of its own, before the distinct ones."""
+        before, count = self.conditions, len(self.x)
+        own = replace(before.distinct[upload(before.rows, text.device)], text=text)
+        self.conditions = BatchConditions(
+            concatenate([own, before.distinct]), torch.arange(count), count + before.count, True,
+            negative=count + before.null,
+        )  # fmt: skip
+
 
 OnVelocity = Callable[[Tensor, float, Tensor], object]
 """Called after each evaluation with the states, their time and the velocity."""
+OnStepEnd = Callable[[Any, int, Tensor, dict[str, Any]], dict[str, Any] | None]
+"""Called after each step with the sampler or pipeline, the number of the step, its timestep (0 to 1000) and tensors by
+name. Tensors in the returned dictionary replace the given ones, as in diffusers."""
+STEP_TENSORS = ("latents", "prompt_embeds")
+"""Tensors that such a callback can ask for."""
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +129,16 @@ class Samples:
         return {} if self.size is None else {"size": str(self.size)}
 
 
+def _images_only(
+    generate: "Callable[Concatenate[Sampler, P], Samples]",
+) -> "Callable[Concatenate[Sampler, P], list[Image.Image]]":
+    def sample(self: "Sampler", /, *args: P.args, **kwargs: P.kwargs) -> list[Image.Image]:
+        """Return only the images of `generate`, which has the same arguments."""
+        return generate(self, *args, **kwargs).images
+
+    return update_wrapper(sample, generate, assigned=())  # for help(), which shows the arguments of `generate`
+
+
 class Sampler:
     """An ensemble with its autoencoder and text encoder."""
 
@@ -114,110 +150,208 @@ class Sampler:
         """Experts of the run that are not finished."""
         self.scheduler: Any = None
         """A diffusers scheduler that replaces the solver of the settings."""
+        self.interrupt = False
+        """Set it to end `generate` after the current step, from a callback or another thread."""
+
+    def __repr__(self) -> str:
+        ensemble, count = self.ensemble, len(self.ensemble.references)
+        networks = ensemble.declarations[0].name if count == 1 else f"{count} experts"
+        router = "" if count == 1 else " with a router" if ensemble.router else " without a router"
+        takes = ", ".join(sorted(ensemble.conditioning)) or "nothing"
+        where = f"{ensemble.device} in {dtype_name(self.dtype)}"
+        shape = "x".join(map(str, ensemble.shape))
+        return f"Sampler({networks}{router}, conditioned on {takes}; latents {shape}; on {where})"
 
     # From prompts to images
 
-    def sample(self, prompts: Sequence[str] | None = None, **options: Any) -> list[Image.Image]:
-        """Return images of prompts or of `labels`, or unconditional ones; see `generate` for all options."""
-        return self.generate(prompts, **options).images
-
+    @suggest_keywords
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[str] | None = None,
-        labels: Sequence[str | int] | None = None,
-        num_images: int | None = None,
+        prompt: str | Sequence[str] | None = None,
         *,
-        clusters: Sequence[int] | None = None,
-        size: Size | str | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None,
+        label: str | int | Sequence[str | int] | None = None,
+        cluster: int | Sequence[int] | None = None,
+        num_images: int | None = None,
+        num_images_per_prompt: int = 1,
+        width: int | None = None,
+        height: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        guidance_rescale: float | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        guidance_weights: GuidanceWeights | None = None,
+        routing: str | None = None,
+        solver: SolverName | None = None,
+        shift: float | None = None,
+        scheduler_times: bool | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        settings: SampleSettings | None = None,
         first: int = 0,
         batch_size: int = 64,
         trace: bool = False,
         processes: DistContext = ALONE,
-        settings: SampleSettings | None = None,
-        **changes: Any,
     ) -> Samples:
-        """Return images with their latents and, with `trace`, every routing decision.
+        """Return images of prompts, of classes (`label`), of both, or unconditional ones, with their latents.
 
-        The images cycle through prompts, labels and clusters (for oracle routing); the default is one image for each.
-        They have the default size of the model, or `size` in pixels, such as "96x64" (width and height). `first` is
-        the position of the first image, which with the seed determines its noise. Several `processes` share the
-        batches, and all of them return all images. Further keyword arguments change fields of `settings`.
+        `prompt`, `negative_prompt`, `label` and `cluster` (for oracle routing) are one value or several. The images
+        cycle through them; the default is `num_images_per_prompt` for each. `encode_prompt` returns the three tensors
+        that replace a prompt. `width` and `height` are in pixels; omit both for the default size of the model.
+
+        The noise of an image is given by `latents` (images, C, H, W), by the generator of each image, or by the seed
+        and the image's position, which is `first` for the first one; a single generator draws the seed.
+        `callback_on_step_end` is called after each step of each batch; see `OnStepEnd`. The arguments from
+        num_inference_steps to seed change fields of `settings`. With `trace`, the result has every routing decision.
+        Several `processes` share the batches, and all of them return all images.
         """
         # Check the arguments.
-        chosen = replace(settings or SampleSettings(routing=self.ensemble.routing.text), **changes)
+        self.interrupt = False
+        generators = [generator] if isinstance(generator, torch.Generator) else generator
+        seeds = [int(torch.randint(2**31, (), generator=own, device=own.device)) for own in generators or ()]
+        changes: dict[str, Any] = {
+            "steps": num_inference_steps, "guidance_scale": guidance_scale, "rescale": guidance_rescale,
+            "guidance_interval": guidance_interval, "guidance_weights": guidance_weights, "routing": routing,
+            "solver": solver, "shift": shift, "scheduler_times": scheduler_times,
+            "seed": seeds[0] if seed is None and seeds else seed,
+        }  # fmt: skip
+        chosen = settings or SampleSettings(routing=self.ensemble.routing.text)
+        chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
         parse(chosen.routing)  # raises an error for an unknown rule
-        for name, values in (("prompts", prompts), ("labels", labels), ("clusters", clusters)):
-            if isinstance(values, str) or (values is not None and not len(values)):
-                raise AtollError(f"{name} must be a list that is not empty, got {values!r}")
-        if num_images is not None and num_images < 1:
-            raise AtollError(f"expected at least one image, got {num_images}")
-        count = num_images or max(len(values) if values is not None else 1 for values in (prompts, labels, clusters))
+        embeds = None
+        if prompt_embeds is not None:
+            if prompt is not None or "arguments" in self.ensemble.conditioning:
+                raise AtollError("prompt_embeds replaces a prompt, and only for experts that are no base networks")
+            if pooled_prompt_embeds is None and "pooled" in self.ensemble.conditioning:
+                raise AtollError("these experts also need pooled_prompt_embeds; encode_prompt returns both")
+            mask = None if prompt_attention_mask is None else prompt_attention_mask.bool()
+            embeds = Condition(prompt_embeds, mask, pooled_prompt_embeds).to(self.ensemble.device)
+        # Encoded prompts are named by their rows.
+        named = prompt if prompt_embeds is None else range(len(prompt_embeds))
+        texts = _repeated("prompt", named, num_images_per_prompt)
+        negatives = _repeated("negative_prompt", negative_prompt, num_images_per_prompt)
+        labels = _repeated("label", label, num_images_per_prompt)
+        clusters = _repeated("cluster", cluster, num_images_per_prompt)
+        if negatives is not None and texts is None:
+            raise AtollError("negative_prompt needs a prompt")
+        if (1 if num_images is None else num_images) < 1 or num_images_per_prompt < 1:
+            raise AtollError(f"expected at least one image, got {num_images or num_images_per_prompt}")
+        lengths = [len(values) for values in (texts, labels, clusters) if values is not None]
+        count = num_images or max(lengths, default=num_images_per_prompt)
+        for name, given in (("latents", latents), ("generators", generators if len(seeds) > 1 else None)):
+            if given is not None and len(given) != count:
+                raise AtollError(f"got {len(given)} {name} for {count} images")
+        if (width is None) != (height is None):
+            raise AtollError("give both width and height, or neither")
+        size = None if width is None or height is None else Size(height, width)
+        latent_size = self.latent_size(size) if latents is None or size is not None else Size(*latents.shape[2:])
+        if latents is not None and latents.shape[1:] != (self.ensemble.shape[0], *astuple(latent_size)):
+            raise AtollError(
+                f"got latents of shape {tuple(latents.shape)}, expected "
+                f"({count}, {self.ensemble.shape[0]}, {latent_size.height}, {latent_size.width})"
+            )
+        inputs = list(callback_on_step_end_tensor_inputs)
+        if wrong := next((name for name in inputs if name not in STEP_TENSORS), None):
+            raise AtollError(unknown("tensor input of the callback", wrong, STEP_TENSORS))
 
         # Assign prompts, labels and clusters to the images in turn, and encode each distinct pair once.
         def turns(values: Sequence[Any] | None) -> list[Any]:
             return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
 
-        size = Size.parse(size) if isinstance(size, str) else size
-        pairs = list(zip(turns(prompts), turns(labels), strict=True))
+        pairs = list(zip(turns(texts), turns(labels), strict=True))
         distinct = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
         condition = self.encode(
-            None if prompts is None else [prompt for prompt, _ in distinct],
-            None if labels is None else [label for _, label in distinct],
+            None if texts is None or embeds is not None else [text for text, _ in distinct],
+            None if labels is None else [name for _, name in distinct],
+            embeds=None if embeds is None else embeds[torch.tensor([text for text, _ in distinct])],
             size=size,
         )
-        rows = torch.tensor([distinct[pair] for pair in pairs])
-        latent_size = self.latent_size(size)
-        for warning in self._warnings(prompts is not None, labels is not None, settings=chosen):
+        # One row of `rows` for the conditions of the images, and one for their negative prompts.
+        rows = torch.tensor([[distinct[pair] for pair in pairs]])
+        if negatives is not None and self.ensemble.conditioning & {"text", "pooled", "arguments"}:
+            others = {text: len(distinct) + row for row, text in enumerate(dict.fromkeys(negatives))}
+            negative = self.encode(list(others), size=size)
+            # Only the text is negative; the class is the null class.
+            null = None if condition.label is None else condition.label.new_full((len(others),), -1)
+            condition = concatenate([condition, replace(negative, label=null)])
+            rows = torch.cat([rows, torch.tensor([[others[text] for text in turns(negatives)]])])
+        for warning in self._warnings(texts is not None, labels is not None, settings=chosen):
             print(f"warning: {warning}", file=sys.stderr)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
 
         # Sample the batches of this process, each with its distinct conditions only.
         batches = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         mine = batches[processes.rank :: processes.size]
-        latents, images, decisions = [], [], []
+        made, images, decisions = [], [], []
         with progress("sampling", len(mine) * len(evaluated_at(chosen)), unit="steps") as bar:
             for part in mine:
-                used, own = torch.unique(rows[part], return_inverse=True)
+                used, (own, *null_rows) = torch.unique(rows[:, part], return_inverse=True)
+                own_seeds = seeds[part] if len(seeds) > 1 and seed is None else chosen.seed
+                if latents is not None:
+                    noise = latents[part].to(self.ensemble.device, torch.float32)
+                elif isinstance(own_seeds, list):
+                    noise = torch.cat([self.noise(1, own_seed, size=latent_size) for own_seed in own_seeds])
+                else:
+                    noise = self.noise(len(own), own_seeds, first + part.start, size=latent_size)
                 state = SamplerState(
-                    self.noise(len(own), chosen.seed, first + part.start, size=latent_size),
-                    BatchConditions.of(condition[upload(used, self.ensemble.device)], own, reused=True),
-                    RoutingState(chosen.seed, first + part.start, [] if trace else None),
+                    noise,
+                    BatchConditions.of(
+                        condition[upload(used, self.ensemble.device)], own,
+                        negative=null_rows[0] if null_rows else None, reused=True,
+                    ),
+                    RoutingState(own_seeds, first + part.start, [] if trace else None),
                     None if clusters is None else torch.tensor(turns(clusters)[part]),
-                )
-                latents.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1)))
-                images.append(self._decoded(latents[-1]))
+                )  # fmt: skip
+                on_step = self._on_step(state, callback_on_step_end, inputs)
+                made.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1), on_step=on_step))
+                images.append(self._decoded(made[-1]))
                 decisions.append(state.routing.trace or [])
+                if self.interrupt:
+                    break
 
         # Join the batches of all processes.
-        made = None
+        routes = None
         if trace:
             t = processes.on_main(lambda: [float(decision.t[0]) for decision in decisions[0]])
             p = [torch.stack([one.probabilities for one in part], 1) for part in decisions]
             weights = [torch.stack([one.weights for one in part], 1) for part in decisions]
-            made = Trace(
+            routes = Trace(
                 torch.tensor(t),
                 _join(p, mine, count, processes).transpose(0, 1),
                 _join(weights, mine, count, processes).transpose(0, 1),
                 tuple(expert.name for expert in self.ensemble.declarations),
             )
-        texts = [" / ".join(str(part) for part in pair if part is not None) or None for pair in pairs]
+        names = [
+            " / ".join(str(own) for own in (None if embeds else text, name) if own is not None) or None
+            for text, name in pairs
+        ]
         pixels = _join(images, mine, count, processes).numpy()
         return Samples(
-            _join(latents, mine, count, processes), [Image.fromarray(image) for image in pixels], texts, chosen, made,
-            dtype_name(self.dtype), size,
+            _join(made, mine, count, processes), [Image.fromarray(image) for image in pixels], names[: len(pixels)],
+            chosen, routes, dtype_name(self.dtype), size,
         )  # fmt: skip
+
+    sample = _images_only(generate)
 
     def encode(
         self,
         prompts: Sequence[str] | None = None,
         labels: Sequence[str | int] | None = None,
         *,
+        embeds: Condition | None = None,
         size: Size | None = None,
     ) -> Condition:
         """Return the condition of prompts, of classes (names or numbers), or of both, one row for each.
 
-        For a base network it holds for images of one size in pixels, by default the default size.
+        `embeds` replaces the prompts by their encoded text. For a base network, the condition holds for images of one
+        size in pixels, by default the default size.
         """
         if prompts is not None and labels is not None and len(prompts) != len(labels):
             raise AtollError(f"there are {len(prompts)} prompts and {len(labels)} labels; expected equal numbers")
@@ -243,7 +377,14 @@ class Sampler:
             text, mask, pooled = (part.to(device) for part in self.encoders.text_encoder()(list(prompts)))
         if labels is not None and "label" in conditioning:
             label = upload(torch.tensor([self.class_number(name) for name in labels]), device)
+        if embeds is not None:
+            return replace(embeds, label=label)
         return Condition(text, mask, pooled, label, rows, table=table)
+
+    def encode_prompt(self, prompt: str | Sequence[str]) -> dict[str, Tensor | None]:
+        """Return the encoded text as keywords of `generate`, which need no text encoder."""
+        text, mask, pooled = self.encoders.text_encoder()([prompt] if isinstance(prompt, str) else list(prompt))
+        return {"prompt_embeds": text, "prompt_attention_mask": mask, "pooled_prompt_embeds": pooled}
 
     def decode(self, latents: Tensor) -> list[Image.Image]:
         """Return the images of normalized latents (images, C, H, W); raise an error for latents that are not finite."""
@@ -295,7 +436,14 @@ class Sampler:
         shape = (count, self.ensemble.shape[0], size.height, size.width)
         return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
 
-    def run(self, state: SamplerState, settings: SampleSettings, *, on_velocity: OnVelocity | None = None) -> Tensor:
+    def run(
+        self,
+        state: SamplerState,
+        settings: SampleSettings,
+        *,
+        on_velocity: OnVelocity | None = None,
+        on_step: flow.OnStep | None = None,
+    ) -> Tensor:
         """Integrate a batch from noise to latents (batch, C, H, W)."""
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -307,9 +455,28 @@ class Sampler:
 
         steps, own = settings.steps, settings.scheduler_times
         if self.scheduler is not None:
-            return flow.run_scheduler(self.scheduler, velocity, state.x, steps=steps, scheduler_times=own)
+            return flow.run_scheduler(
+                self.scheduler, velocity, state.x, steps=steps, scheduler_times=own, on_step=on_step
+            )
         solver, shift = settings.solver, settings.shift
-        return flow.solve(velocity, state.x, steps=steps, solver=solver, shift=shift, scheduler_times=own)
+        return flow.solve(
+            velocity, state.x, steps=steps, solver=solver, shift=shift, scheduler_times=own, on_step=on_step
+        )
+
+    def _on_step(self, state: SamplerState, callback: OnStepEnd | None, inputs: Sequence[str]) -> flow.OnStep:
+        """Return what follows each step of a batch: the callback of the user, and the end if `interrupt` is set."""
+
+        def on_step(number: int, t: float, x: Tensor) -> tuple[Tensor, bool]:
+            if callback is not None:
+                given = {name: x if name == "latents" else state.prompt_embeds for name in inputs}
+                text = given.get("prompt_embeds")
+                changed = callback(self, number, torch.tensor(TIMESTEP_SCALE * t), given) or {}
+                x = changed.get("latents", x)
+                if changed.get("prompt_embeds", text) is not text:
+                    state.prompt_embeds = changed["prompt_embeds"]
+            return x, not self.interrupt
+
+        return on_step
 
     def step(
         self,
@@ -416,6 +583,16 @@ def load(
         opened.experts, router, device_options=options, max_loaded_experts=max_loaded_experts, routing=routing
     )
     return Sampler(ensemble, opened.encoders, opened.missing)
+
+
+def _repeated(name: str, values: Any, times: int) -> list[Any] | None:
+    """Return one value or several as a list, each `times` times in a row; None stays None."""
+    if values is None:
+        return None
+    values = [values] if isinstance(values, str | int) else list(values)
+    if not values:
+        raise AtollError(f"{name} must not be empty; omit it instead")
+    return [value for value in values for _ in range(times)]
 
 
 def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:

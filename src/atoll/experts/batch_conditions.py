@@ -36,14 +36,19 @@ class BatchConditions:
     """Whether later steps use the same conditions, so that preparing them saves time."""
     versions: Sequence[int] = ()
     """Number of replacements of each row; empty if rows are never replaced. The null condition is never replaced."""
+    negative: Tensor | None = None
+    """Row of `distinct` that guidance moves each image away from (batch,), on the CPU; None is the null condition."""
 
     @classmethod
-    def of(cls, condition: Condition | None, rows: Tensor, reused: bool = False) -> "BatchConditions":
+    def of(
+        cls, condition: Condition | None, rows: Tensor, *, negative: Tensor | None = None, reused: bool = False
+    ) -> "BatchConditions":
         """Append the null condition to distinct conditions; `rows` (batch,), on the CPU, selects one for each image."""
         if condition is None or not condition.tensors():
             return cls(Condition(), torch.zeros_like(rows), 0, reused)
         count = len(condition.tensors()[0])
-        return cls(concatenate([condition, condition[:1].unconditional()]), rows, count, reused)
+        distinct = concatenate([condition, condition[:1].unconditional()])
+        return cls(distinct, rows, count, reused, negative=negative)
 
     @property
     def conditioned(self) -> bool:
@@ -52,8 +57,8 @@ class BatchConditions:
 
     @property
     def null(self) -> Tensor:
-        """The row of the null condition, for every image (batch,)."""
-        return torch.full_like(self.rows, self.count)
+        """The row of every image's unconditional velocity (batch,): the null condition or its negative prompt."""
+        return torch.full_like(self.rows, self.count) if self.negative is None else self.negative
 
 
 class ConditionSlots:

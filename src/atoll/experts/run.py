@@ -1,5 +1,6 @@
 """The experts and the router of a run."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.manifests import EXPERT, ROUTER, NetworkContent
 from atoll.core.networks import BASE
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
+from atoll.encoders.hub import public_name
 from atoll.experts.expert import Declaration, ModelReference, NetworkReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE, tensors_of
@@ -88,3 +90,21 @@ def reference_of_artifact(
         artifact.path(WEIGHTS_FILE),
         density,
     )
+
+
+def network_manifests(run: Path, experts: Sequence[str], *, router: bool) -> dict[str, Manifest]:
+    """Read the manifests of all networks by their jobs, and verify their files."""
+    kinds: dict[str, ArtifactKind[Any]] = {
+        **dict.fromkeys(experts, EXPERT),
+        **({layout.ROUTER: ROUTER} if router else {}),
+    }
+    return {job: open_network(Artifact(run, layout.final(job)), kind, verify=True)[0] for job, kind in kinds.items()}
+
+
+def public_content(job: str, manifest: Manifest) -> NetworkContent:
+    """Return the content of a network's manifest for publication, without paths of this machine."""
+    kind: ArtifactKind[Any] = ROUTER if job == layout.ROUTER else EXPERT
+    content: NetworkContent = kind.parse(manifest, job)
+    latents = content.latents.model_copy(update={"autoencoder": public_name(content.latents.autoencoder)})
+    text = content.text and content.text.model_copy(update={"encoder": public_name(content.text.encoder)})
+    return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})

@@ -20,6 +20,7 @@ from atoll.flow.schedules import (
     schedule,
 )
 from atoll.flow.solvers import (
+    OnStep,
     SolverStep,
     check_scheduler,
     diffusers_scheduler,
@@ -45,6 +46,7 @@ __all__ = [
     "LinearSchedule",
     "Noised",
     "Objective",
+    "OnStep",
     "Prediction",
     "Query",
     "Schedule",

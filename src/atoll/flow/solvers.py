@@ -19,6 +19,9 @@ from atoll.flow.schedules import TIMESTEP_SCALE, broadcast
 VelocityField = Callable[[Tensor, Tensor], Tensor]
 """velocity(x, t) with times t (batch,) on the CPU, whatever the device of x: the host needs them for its decisions, and
 would wait for an accelerator to read them back."""
+OnStep = Callable[[int, float, Tensor], tuple[Tensor, bool]]
+"""Called after each step with its number, its time and the new states. Returns the states to go on with, and whether to
+go on at all."""
 
 
 def solver_times(steps: int, shift: float = 1.0) -> list[float]:
@@ -37,6 +40,7 @@ def solve(
     solver: str = "euler",
     shift: float = 1.0,
     scheduler_times: bool = False,
+    on_step: OnStep | None = None,
 ) -> Tensor:
     """Integrate from noise x at t = 1 to t = 0 with a solver by name; `scheduler_times` as in `run_scheduler`."""
     if solver not in SOLVERS:
@@ -45,9 +49,12 @@ def solve(
         raise ValueError(f"scheduler_times needs a diffusers solver such as flow-euler; {solver!r} is part of Atoll")
     if solver not in OWN_SOLVERS:
         scheduler = diffusers_scheduler(solver, shift)
-        return _run(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times)
-    for t, t_next in pairwise(solver_times(steps, shift)):
+        return _run(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times, on_step=on_step)
+    for number, (t, t_next) in enumerate(pairwise(solver_times(steps, shift))):
         x = step(velocity, x, [t], to=[t_next], solver=solver).x
+        x, goes_on = (x, True) if on_step is None else on_step(number, t, x)
+        if not goes_on:
+            break
     return x
 
 
@@ -94,7 +101,13 @@ def diffusers_scheduler(solver: str, shift: float = 1.0) -> Any:
 
 
 def run_scheduler(
-    scheduler: Any, velocity: VelocityField, x: Tensor, *, steps: int, scheduler_times: bool = False
+    scheduler: Any,
+    velocity: VelocityField,
+    x: Tensor,
+    *,
+    steps: int,
+    scheduler_times: bool = False,
+    on_step: OnStep | None = None,
 ) -> Tensor:
     """Run any diffusers scheduler that `check_scheduler` accepts.
 
@@ -103,7 +116,7 @@ def run_scheduler(
     last step: the times of diffusers pipelines, and of the published Paris samples.
     """
     check_scheduler(scheduler)
-    return _run(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times)
+    return _run(scheduler, velocity, x, steps=steps, scheduler_times=scheduler_times, on_step=on_step)
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -139,7 +152,15 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _run(scheduler: Any, velocity: VelocityField, x: Tensor, *, steps: int, scheduler_times: bool = False) -> Tensor:
+def _run(
+    scheduler: Any,
+    velocity: VelocityField,
+    x: Tensor,
+    *,
+    steps: int,
+    scheduler_times: bool = False,
+    on_step: OnStep | None = None,
+) -> Tensor:
     """Run a scheduler without checking it."""
     scheduler = copy(scheduler)  # `set_timesteps` must not change the scheduler of the caller
     if _only_shifted(scheduler) and not scheduler_times:
@@ -150,8 +171,11 @@ def _run(scheduler: Any, velocity: VelocityField, x: Tensor, *, steps: int, sche
     if hasattr(scheduler, "set_begin_index"):
         # Without it, the index is searched by the first timestep, which is ambiguous if two integers are equal.
         scheduler.set_begin_index(0)
-    for t, timestep in zip(_exact_times(scheduler), scheduler.timesteps, strict=True):
+    for number, (t, timestep) in enumerate(zip(_exact_times(scheduler), scheduler.timesteps, strict=True)):
         x = scheduler.step(velocity(x, _times([t], x)), timestep, x, return_dict=False)[0]
+        x, goes_on = (x, True) if on_step is None else on_step(number, t, x)
+        if not goes_on:
+            break
     return x
 
 

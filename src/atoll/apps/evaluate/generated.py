@@ -277,8 +277,8 @@ def sample_by_size(
         pixels = None if size is None else Size(factor * size.height, factor * size.width)
         # Each image has its own position, and so its own noise, whatever its size.
         samples = sampler.generate(
-            own.captions, labels, len(own), clusters=own.clusters, size=pixels, first=first, batch_size=batch_size,
-            trace=trace, settings=settings,
+            own.captions, label=labels, cluster=own.clusters, num_images=len(own), first=first,
+            batch_size=batch_size, trace=trace, settings=settings, **({} if pixels is None else vars(pixels)),
         )  # fmt: skip
         yield size, samples
         first += len(own)

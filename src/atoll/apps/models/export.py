@@ -14,7 +14,7 @@ folders have the files of peft and of diffusers (`experts/network_folder.py`).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,32 @@ from safetensors import safe_open
 from torch import nn
 
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
+from atoll.apps.models.pipeline import components
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, PIPELINE, ROUTER, ExpertContent, NetworkContent, PipelineContent, RouterContent
+from atoll.core.manifests import PIPELINE, ExpertContent, PipelineContent, RouterContent
 from atoll.core.networks import LOCAL, BaseConfig
 from atoll.core.progress import progress
 from atoll.data.density import DENSITY_FILE
-from atoll.encoders.autoencoder import Codec
 from atoll.encoders.base_pipeline import BaseName
-from atoll.encoders.hub import public_name
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler, load
 from atoll.experts import network_folder
 from atoll.experts.pipeline_folder import (
     ADAPTERS_FILE,
     COMPONENTS,
-    EXPERT_CLASS,
     INDEX_FILE,
+    LIBRARIES,
     PIPELINE_CLASS,
-    ROUTER_CLASS,
     remove_source_paths,
 )
-from atoll.experts.run import open_run
+from atoll.experts.run import network_manifests, open_run, public_content
 from atoll.nets.base import BaseExpert, base_folder, opened_base
 from atoll.nets.io import read_files
 from atoll.nets.quantization import Int8Linear
-from atoll.verify.local_trust import copy_trust, open_network
+from atoll.verify.local_trust import copy_trust
 from atoll.verify.verified_files import VerifiedFiles
 
 
@@ -68,7 +66,9 @@ def export(
     # second expert on exempts a model of one network.
     if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
         raise AtollError(f"{run} has several experts and no router; train one with: atoll train {run} --router")
-    trained = _verified(run, [expert.name for expert in ensemble.declarations], router=ensemble.router is not None)
+    trained = network_manifests(
+        run, [expert.name for expert in ensemble.declarations], router=ensemble.router is not None
+    )
     artifact = _folder(run, destination)
     destination = artifact.folder
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
@@ -83,22 +83,13 @@ def export(
         text = _adapter_card(destination.name, base, len(ensemble.references), license)
         (destination / CARD_FILE).write_text(text, encoding="utf-8")
     elif not (destination / CARD_FILE).exists():
-        public = [_public(job, manifest) for job, manifest in trained.items()]
+        public = [public_content(job, manifest) for job, manifest in trained.items()]
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
         sizes = sampler.sizes if len(ensemble.sizes) > 1 else ()
         data = CardData(run, destination.name, model, experts, router, license, sizes)
         (destination / CARD_FILE).write_text(model_card(data), encoding="utf-8")
     return manifest
-
-
-def _verified(run: Path, experts: Sequence[str], *, router: bool) -> dict[str, Manifest]:
-    """Read the manifests of all networks by their jobs, and verify their files."""
-    kinds: dict[str, ArtifactKind[Any]] = {
-        **dict.fromkeys(experts, EXPERT),
-        **({layout.ROUTER: ROUTER} if router else {}),
-    }
-    return {job: open_network(Artifact(run, layout.final(job)), kind, verify=True)[0] for job, kind in kinds.items()}
 
 
 def _folder(run: Path, destination: Path) -> Artifact:
@@ -125,71 +116,49 @@ def _copy_origin(run: Path, artifact: Artifact, trained: Mapping[str, Manifest])
             artifact.write(f"{name}/{DENSITY_FILE}", bytes(density))
 
 
-def _public(job: str, manifest: Manifest) -> NetworkContent:
-    """Return the content of a network's manifest for publication, without paths of this machine."""
-    kind: ArtifactKind[Any] = ROUTER if job == layout.ROUTER else EXPERT
-    content: NetworkContent = kind.parse(manifest, job)
-    latents = content.latents.model_copy(update={"autoencoder": public_name(content.latents.autoencoder)})
-    text = content.text and content.text.model_copy(update={"encoder": public_name(content.text.encoder)})
-    return content.model_copy(update={"latents": latents, "text": text, "manifest": manifest.digest})
-
-
 def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
     """Write all components, one after the other, so that one network is in memory at a time."""
     import diffusers
 
-    ensemble, folder = sampler.ensemble, artifact.folder
+    if (base := _base_of(sampler.ensemble)) is not None:
+        _write_on_base(run, artifact, sampler.ensemble, trained, base=base)
+        return
     index: dict[str, list[str | None]] = {}
-    base = _base_of(ensemble)
-    slot = "" if base is None else BaseName.parse(configuration.load(run).text.encoder).slot
     # 5: router, vae, text_encoder, tokenizer and scheduler.
-    with progress("exporting", len(ensemble.references) + 5, unit="components") as bar:
-
-        def add(name: str, library: str | None = None, kind: str | None = None) -> None:
-            index[name] = [library, kind]
+    with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
+        for name, part in components(sampler, trained):
+            index[name] = [None, None] if part is None else [LIBRARIES.get(name, COMPONENTS), type(part).__name__]
+            if part is not None:
+                part.save_pretrained(artifact.folder / name)
             bar.update(1)
-
-        for number, reference in enumerate(ensemble.references):
-            job, own = reference.declaration.name, folder / f"expert_{number}"
-            content = _public(job, trained[job])
-            if isinstance(content.network, BaseConfig):
-                # Read without its base, which may be large.
-                source = Artifact(run, layout.final(job))
-                _, state = read_files(source.folder, VerifiedFiles(source, trained[job]).read)
-                network_folder.write_base_expert(own, content.network, state, slot=slot)
-                network_folder.write_declaration(own, content, density=reference.density)
-            else:
-                network_folder.write(own, reference.open(), content, density=reference.density)
-            add(f"expert_{number}", COMPONENTS, EXPERT_CLASS)
-        if ensemble.router is None:
-            add("router")
-        else:
-            content = _public(layout.ROUTER, trained[layout.ROUTER])
-            network_folder.write(folder / "router", ensemble.router.network, content, density=None)
-            add("router", COMPONENTS, ROUTER_CLASS)
-        if base is not None:
-            experts = [{"job": own.name, "clusters": own.clusters} for own in ensemble.declarations]
-            named = {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class}
-            router = "router" if ensemble.router else None
-            fields: dict[str, Any] = {"base": named, "experts": experts, "router": router}
-            artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
-            return
-        codec = sampler.encoders.autoencoder()
-        encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
-        for name, library, part in (
-            ("vae", "diffusers", codec.network if isinstance(codec, Codec) else None),
-            ("text_encoder", "transformers", None if encoder is None else encoder.network),
-            ("tokenizer", "transformers", None if encoder is None else encoder.tokenizer),
-            ("scheduler", "diffusers", diffusers.FlowMatchEulerDiscreteScheduler()),
-        ):
-            if part is None:
-                add(name)
-            else:
-                part.save_pretrained(folder / name)
-                add(name, library, type(part).__name__)
     fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
     remove_source_paths(artifact.folder)
+
+
+def _write_on_base(
+    run: Path, artifact: Artifact, ensemble: Ensemble, trained: Mapping[str, Manifest], *, base: BaseConfig
+) -> None:
+    """Write the experts and the router, without the base of the experts."""
+    slot = BaseName.parse(configuration.load(run).text.encoder).slot
+    for number, reference in enumerate(ensemble.references):
+        job, own = reference.declaration.name, artifact.folder / f"expert_{number}"
+        content = public_content(job, trained[job])
+        if isinstance(content.network, BaseConfig):
+            # Read without its base, which may be large.
+            source = Artifact(run, layout.final(job))
+            _, state = read_files(source.folder, VerifiedFiles(source, trained[job]).read)
+            network_folder.write_base_expert(own, content.network, state, slot=slot)
+            network_folder.write_declaration(own, content, density=reference.density)
+        else:
+            network_folder.write(own, reference.open(), content, density=reference.density)
+    if ensemble.router is not None:
+        content = public_content(layout.ROUTER, trained[layout.ROUTER])
+        network_folder.write(artifact.folder / "router", ensemble.router.network, content, density=None)
+    experts = [{"job": own.name, "clusters": own.clusters} for own in ensemble.declarations]
+    named = {"name": base.base, "fingerprint": base.weights, "component": slot, "class": base.network_class}
+    fields = {"base": named, "experts": experts, "router": "router" if ensemble.router else None}
+    artifact.write(ADAPTERS_FILE, (json.dumps(fields, indent=2) + "\n").encode())
 
 
 def _base_of(ensemble: Ensemble) -> BaseConfig | None:
@@ -208,7 +177,7 @@ def _export_merged(run: Path, destination: Path, model: str) -> Manifest:
     config = reference.declaration.network
     if not isinstance(config, BaseConfig):
         raise AtollError(f"{run}: only experts on a base model are merged with it")
-    trained = _verified(run, [reference.declaration.name], router=False)
+    trained = network_manifests(run, [reference.declaration.name], router=False)
     artifact = _folder(run, destination)
     made_from = {"model": model, "merge": True, "networks": {job: made.digest for job, made in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:

@@ -1,6 +1,6 @@
 """The ensemble as a diffusers pipeline.
 
-    pipe = AtollPipeline.from_pretrained("emoji-export")  # a folder written by atoll export, or its name on the Hub
+    pipe = AtollPipeline.from_pretrained("emoji-export")  # written by atoll export, its name on the Hub, or a run
     images = pipe("a red apple", num_inference_steps=50, guidance_scale=4.0, routing="top-2", seed=0).images
 
 Experts and router are ordinary components, so the placement of diffusers works, with accelerate (the extra `offload`):
@@ -10,6 +10,7 @@ the next expert while the one before it computes.
 """
 
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,17 +22,19 @@ from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from torch import Tensor, nn
 
 from atoll.apps.models.model_card import CARD_FILE
-from atoll.core.artifacts import Artifact
-from atoll.core.errors import AtollError, unknown
-from atoll.core.layout import MANIFEST_FILE
+from atoll.core import layout
+from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.errors import AtollError, suggest_keywords, unknown
+from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
-from atoll.core.sizes import Size
+from atoll.core.names import GuidanceWeights, SolverName
+from atoll.core.networks import BaseConfig
 from atoll.data.density import Density
 from atoll.encoders.autoencoder import Codec, PixelCodec
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.text import TextEncoder
 from atoll.ensemble.ensemble import Ensemble
-from atoll.ensemble.sampler import Sampler
+from atoll.ensemble.sampler import STEP_TENSORS, OnStepEnd, Sampler, load
 from atoll.experts import network_folder
 from atoll.experts.expert import Declaration, DeviceOptions, NetworkReference, OpenExpert, OpenRouter
 from atoll.experts.expert_cache import weight_bytes
@@ -44,6 +47,7 @@ from atoll.experts.pipeline_folder import (
     unsupported_folder,
 )
 from atoll.experts.pipeline_folder import verify as verify_folder
+from atoll.experts.run import network_manifests, open_run, public_content
 from atoll.flow import check_scheduler
 from atoll.nets import Condition, Router, build
 
@@ -160,6 +164,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
     """The ensemble as a pipeline: expert_0, expert_1, …, router, vae, text_encoder, tokenizer, scheduler."""
 
     _optional_components: ClassVar = list(_OPTIONAL)
+    _callback_tensor_inputs: ClassVar = list(STEP_TENSORS)
+    _interrupt = False
     expert_0: ExpertModel
     router: RouterModel | None
     vae: Any
@@ -179,7 +185,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> "AtollPipeline":
-        """Load a folder that `atoll export` or `save_pretrained` wrote, local or on the Hub; every file is verified."""
+        """Load a folder that `atoll export` or `save_pretrained` wrote, local or on the Hub, or the experts of a run.
+
+        Every file is verified.
+        """
+        if (Path(pretrained_model_name_or_path) / CONFIG_FILE).is_file():
+            return cls._of_run(Path(pretrained_model_name_or_path), **options)
         folder = fetch(pretrained_model_name_or_path)
         index = ModelIndex.of(folder)
         if not index.exported:
@@ -193,6 +204,29 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         options["use_safetensors"] = True
         pipe: AtollPipeline = super(AtollPipeline, sized).from_pretrained(folder, trust_remote_code=False, **options)
         return pipe
+
+    @classmethod
+    def _of_run(
+        cls,
+        run: Path,
+        *,
+        torch_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> "AtollPipeline":
+        if options:
+            raise AtollError(
+                f"{', '.join(options)}: a run takes only torch_dtype; for anything else, use an export: "
+                f"atoll export {run} FOLDER"
+            )
+        opened = open_run(run, "experts", strict=True, find_base=False)
+        if isinstance(opened.experts[0].declaration.network, BaseConfig):
+            raise AtollError(f"the experts of {run} are networks of a base; use atoll.attach(pipe, {str(run)!r})")
+        sampler = load(run, device="cpu", dtype="float32", strict=True)
+        experts = [expert.name for expert in sampler.ensemble.declarations]
+        trained = network_manifests(run, experts, router=sampler.ensemble.router is not None)
+        pipe = cls(**dict(components(sampler, trained)))
+        return pipe if (dtype or torch_dtype) is None else pipe.to(dtype or torch_dtype)
 
     def save_pretrained(self, save_directory: str | Path, safe_serialization: bool = True, **options: Any) -> None:
         """Write all components, and a manifest with the SHA-256 of every file."""
@@ -249,6 +283,16 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         device: torch.device = self._execution_device if _offloaded(component) else component.device
         return device
 
+    @property
+    def interrupt(self) -> bool:
+        """Whether the call ends after the current step; a callback or another thread sets `_interrupt`."""
+        return self._interrupt
+
+    def encode_prompt(self, prompt: str | list[str]) -> dict[str, Tensor | None]:
+        """Return the encoded text as keywords of the call, which then needs no text encoder."""
+        return self.sampler().encode_prompt(prompt)
+
+    @suggest_keywords
     @torch.no_grad()
     def __call__(
         self,
@@ -256,53 +300,65 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_inference_steps: int = 50,
         guidance_scale: float = 4.0,
         *,
-        routing: str | None = None,
+        negative_prompt: str | list[str] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        pooled_prompt_embeds: Tensor | None = None,
         label: str | int | list[str | int] | None = None,
         cluster: int | list[int] | None = None,
         num_images_per_prompt: int = 1,
         width: int | None = None,
         height: int | None = None,
+        guidance_rescale: float | None = None,
+        guidance_interval: tuple[float, float] | None = None,
+        guidance_weights: GuidanceWeights | None = None,
+        routing: str | None = None,
+        solver: SolverName | None = None,
+        shift: float | None = None,
+        scheduler_times: bool | None = None,
         seed: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         output_type: str = "pil",
         return_dict: bool = True,
         batch_size: int = 64,
-        **settings: Any,
     ) -> ImagePipelineOutput | tuple[Any]:
         """Generate images from text prompts, classes (`label`), both, or unconditionally.
 
-        `width` and `height` are those of the images in pixels; omit both for the default size of the model.
-        The same `seed` gives the same images as `atoll.load(…).generate`. Without a seed, a `generator` draws one.
-        `output_type` is pil, np, pt or latent. The scheduler integrates the velocity, unless `solver` names another
-        solver. Further keywords are fields of `atoll.ensemble.SampleSettings`: guidance_interval, rescale, solver,
-        shift and scheduler_times. With `scheduler_times=True` a flow-matching scheduler uses the times of its
-        `set_timesteps`, as in other diffusers pipelines.
+        The arguments are those of `Sampler.generate`, and the same `seed` gives the same images. `output_type` is pil,
+        np, pt or latent. The scheduler integrates the velocity, unless `solver` names another solver. With
+        `scheduler_times=True` a flow-matching scheduler uses the times of its `set_timesteps`, as in other diffusers
+        pipelines.
         """
         if output_type not in OUTPUTS:
             raise AtollError(unknown("output_type", output_type, OUTPUTS))
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise AtollError(
-                "pass one generator or a seed: the noise of every image is a function of the seed and its position"
-            )
         sampler = self.sampler()
-        if seed is None and generator is not None:
-            seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        settings |= {"steps": num_inference_steps, "guidance_scale": guidance_scale, "seed": seed or 0}
-        if routing is not None:
-            settings["routing"] = routing
-        if "solver" not in settings:
-            settings = {**self._integration(sampler, settings.get("scheduler_times", False)), **settings}
-        if sampler.scheduler is not None and "shift" in settings:
-            raise AtollError("the scheduler of the pipeline already has a shift; set it there, or pass solver= as well")
-        if (width is None) != (height is None):
-            raise AtollError("give both width and height, or neither")
-        size = None if width is None or height is None else Size(height, width)
-        inputs = [_repeated(values, num_images_per_prompt) for values in (prompt, label, cluster)]
-        prompts, labels, clusters = inputs
-        count = max([len(values) for values in inputs if values is not None], default=num_images_per_prompt)
+        if solver is None:
+            solver, own_shift = self._integration(sampler, bool(scheduler_times))
+            if sampler.scheduler is not None and shift is not None:
+                raise AtollError(
+                    "the scheduler of the pipeline already has a shift; set it there, or pass solver= as well"
+                )
+            shift = own_shift if shift is None else shift
+        self._interrupt = False
+
+        def on_step_end(_: Any, step: int, timestep: Tensor, tensors: dict[str, Any]) -> dict[str, Any] | None:
+            changed = callback_on_step_end and callback_on_step_end(self, step, timestep, tensors)
+            sampler.interrupt = self._interrupt
+            return changed
+
         samples = sampler.generate(
-            prompts, labels, count, clusters=clusters, size=size, batch_size=batch_size, **settings
-        )
+            prompt, negative_prompt=negative_prompt, prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask, pooled_prompt_embeds=pooled_prompt_embeds, label=label,
+            cluster=cluster, num_images_per_prompt=num_images_per_prompt, width=width, height=height,
+            num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale,
+            guidance_interval=guidance_interval, guidance_weights=guidance_weights, routing=routing, solver=solver,
+            shift=shift, scheduler_times=scheduler_times, seed=seed, generator=generator, latents=latents,
+            callback_on_step_end=on_step_end, callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            batch_size=batch_size,
+        )  # fmt: skip
         self.maybe_free_model_hooks()
         images: Any = samples.latents if output_type == "latent" else samples.images
         if output_type in ("np", "pt"):
@@ -311,8 +367,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             images = torch.from_numpy(images).permute(0, 3, 1, 2)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _integration(self, sampler: Sampler, scheduler_times: bool) -> dict[str, str | float]:
-        """Return the solver settings that correspond to the scheduler of the pipeline."""
+    def _integration(self, sampler: Sampler, scheduler_times: bool) -> tuple[SolverName | None, float | None]:
+        """Return the solver and the shift that correspond to the scheduler of the pipeline; None are the defaults."""
         # A FlowMatchEulerDiscreteScheduler with default settings and any shift is Euler's method, which Atoll's solver
         # computes on evenly spaced times, bit-equal to `atoll.load`. Any other scheduler does the steps itself.
         plain = FlowMatchEulerDiscreteScheduler(shift=self.scheduler.config.get("shift", 1.0))
@@ -321,16 +377,35 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             for each in (self.scheduler, plain)
         )
         if type(self.scheduler) is type(plain) and ours == known and not scheduler_times:
-            return {"solver": "euler", "shift": self.scheduler.config.shift}
+            return "euler", self.scheduler.config.shift
         check_scheduler(self.scheduler)  # before the text encoder and the experts run
         sampler.scheduler = self.scheduler
-        return {"solver": "flow-euler"} if scheduler_times else {}
+        return "flow-euler" if scheduler_times else None, None
 
     def _needed(self, name: str) -> Any:
         component = getattr(self, name)
         if component is None:
             raise AtollError(f"this pipeline has no {name}, but its experts need one")
         return component
+
+
+def components(sampler: Sampler, trained: Mapping[str, Manifest]) -> Iterator[tuple[str, Any]]:
+    """Yield the components of a run's model by name, None for those that it does not need; one is loaded at a time.
+
+    `trained` has the manifests of its networks by their jobs.
+    """
+    ensemble = sampler.ensemble
+    for number, reference in enumerate(ensemble.references):
+        content = public_content(reference.declaration.name, trained[reference.declaration.name])
+        yield f"expert_{number}", ExpertModel(reference.open(), content, reference.density)
+    router = ensemble.router
+    yield "router", router and RouterModel(router.network, public_content(layout.ROUTER, trained[layout.ROUTER]))
+    codec = sampler.encoders.autoencoder()
+    encoder = sampler.encoders.text_encoder() if ensemble.conditioning & {"text", "pooled"} else None
+    yield "vae", codec.network if isinstance(codec, Codec) else None
+    yield "text_encoder", encoder and encoder.network
+    yield "tokenizer", encoder and encoder.tokenizer
+    yield "scheduler", FlowMatchEulerDiscreteScheduler()
 
 
 def _names(count: int) -> list[str]:
@@ -361,10 +436,3 @@ def _sized(count: int) -> type[AtollPipeline]:
 def _only_safetensors(safe_serialization: bool) -> None:
     if not safe_serialization:
         raise AtollError("safe_serialization=False would write pickles; Atoll writes and reads safetensors only")
-
-
-def _repeated(values: Any, times: int) -> list[Any] | None:
-    """Return one value or several as a list, each `times` times in a row; None stays None."""
-    if values is None:
-        return None
-    return [value for value in (values if isinstance(values, list | tuple) else [values]) for _ in range(times)]
