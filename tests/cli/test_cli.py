@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import yaml
 from atoll import __version__, cli
 from atoll.cli.verb import Verb
 from atoll.core import config
-from atoll.core.presets import PRESETS
+from atoll.core.presets import PRESETS, SUMMARIES
 
 
 def atoll(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +59,52 @@ def test_every_verb_has_help_of_80_columns(
     assert "(default: )" not in text, "an empty default has a word"
     assert "None" not in text
     for line in text.splitlines():
-        assert len(line) <= 80 or line.startswith("usage:"), line
+        assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize("verb", ["init", "launch", "sample", "evaluate", "convert", "export"])
+def test_the_examples_of_a_help_are_valid(verb: str) -> None:
+    examples = cli.verb_help(verb).rpartition("examples:\n")[2].splitlines()
+    assert len(examples) == 2
+    for example in examples:
+        program, *arguments = shlex.split(example)
+        assert (program, arguments[0]) == ("atoll", verb)
+        parsed = cli.parse(verb, arguments[1:])
+        config.resolve({}, getattr(parsed, "overrides", {}))
+
+
+def test_every_preset_has_a_line_of_help() -> None:
+    text = cli.verb_help("init")
+    assert list(SUMMARIES) == list(PRESETS)
+    assert all(about in text for about in SUMMARIES.values())
+
+
+def test_usage_marks_optional_arguments() -> None:
+    assert cli.verb_help("sample").startswith("usage: atoll sample [-h] [OPTIONS] RUN [PROMPT ...]\n")
+    assert cli.verb_help("trust").startswith("usage: atoll trust [-h] RUN [ACTION] [WORD ...] [OPTIONS]\n")
+
+
+@pytest.mark.parametrize("option", ["--num_inference_steps", "--num-inference-steps", "--num_inference_steps=20"])
+def test_a_name_of_diffusers_gives_ours(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "run", option, "20"]) == 2
+    assert f"unknown option {option.partition('=')[0]}; did you mean --steps?" in capsys.readouterr().err
+
+
+def test_the_names_for_those_of_diffusers_exist() -> None:
+    keys = {f"{section}.{key}" for section, part in config.resolve({}).model_dump().items()
+            if isinstance(part, dict) for key in part}  # fmt: skip
+    options = " ".join(map(cli.verb_help, ("init", "sample")))
+    for theirs, ours in cli.DIFFUSERS.items():
+        name = re.search(r"--([\w.-]+)", ours)[1]
+        assert name in keys if "." in name else f"--{name}" in options, ours
+        assert f"--{theirs} " not in options
+
+
+def test_the_package_runs_as_a_module_and_lists_its_names() -> None:
+    code = "import atoll; assert {'load', 'flow', 'AtollPipeline', 'attach'} <= set(dir(atoll)); atoll.flow.solve"
+    for arguments in (["-m", "atoll", "--version"], ["-c", code]):
+        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import metadata
 
 import numpy as np
 import pytest
@@ -124,4 +125,6 @@ def test_every_emoji_can_be_rendered(emoji: list[SourceImage]) -> None:
 def test_a_missing_package_is_an_error_that_names_it() -> None:
     with pytest.raises(AtollError, match="needs the package no_such_images") as error:
         _package_folder("no_such_images")
-    assert all(package in str(error.value) for package in PACKAGES)
+    assert "pip install 'atoll[demo]'" in str(error.value)
+    extra = metadata("atoll").get_all("Requires-Dist")
+    assert all(any(line.startswith(package) and "demo" in line for line in extra) for package in PACKAGES)

@@ -1,9 +1,12 @@
 """The `atoll` command. Heavy imports stay inside the `run` of each verb, so help is fast."""
 
+import io
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import tyro
@@ -37,6 +40,30 @@ GROUPS: dict[str, dict[str, type[Verb]]] = {
 VERBS: dict[str, type[Verb]] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 # Flags without a --no-OPTION twin: one line of help for each.
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
+DIFFUSERS = {
+    "num-inference-steps": "--steps",
+    "num-images-per-prompt": "--num-images",
+    "guidance-rescale": "--rescale",
+    "height": "--size WIDTHxHEIGHT",
+    "width": "--size WIDTHxHEIGHT",
+    "checkpointing-steps": "--train.save_every, in images",
+    "dataset-name": "--data.source",
+    "gradient-accumulation-steps": "--train.grad_accum_steps",
+    "gradient-checkpointing": "--train.activation_checkpointing true",
+    "instance-data-dir": "--data.source",
+    "learning-rate": "--train.lr",
+    "lr-scheduler": "--train.lr_schedule",
+    "lr-warmup-steps": "--train.warmup_images, in images",
+    "max-train-steps": "--train.total_images, in images",
+    "mixed-precision": "--train.precision",
+    "num-train-epochs": "--train.total_images, in images",
+    "pretrained-model-name-or-path": "atoll init --base",
+    "report-to": "--train.trackers",
+    "resolution": "--data.resolution",
+    "train-batch-size": "--train.batch_size",
+    "train-data-dir": "--data.source",
+}
+"""Options of diffusers' pipelines and training scripts, and what they are called here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +111,9 @@ def parse(name: str, arguments: list[str]) -> Verb:
     """Return the verb with its options and settings. Raise `AtollError`, or exit as tyro does, if they are invalid."""
     if name not in VERBS:
         raise AtollError(f"{unknown('verb', name, VERBS)}\nsee: atoll --help")
+    if {"-h", "--help"} & set(arguments):
+        print(verb_help(name))
+        sys.exit(0)
     # `--section.key VALUE` and `--section.key=VALUE` are removed first: tyro would reject options that are not fields
     # of the verb. The dot distinguishes a key of atoll.yaml from an option: no option of a verb contains one.
     rest: list[str] = []
@@ -92,6 +122,8 @@ def parse(name: str, arguments: list[str]) -> Verb:
     for argument in remaining:
         option, equals, value = argument.partition("=")
         if not (option.startswith("--") and "." in option):
+            if own := option.startswith("--") and DIFFUSERS.get(option[2:].replace("_", "-")):
+                raise AtollError(f"unknown option {option}; did you mean {own}?")
             rest.append(argument)
             continue
         following = value if equals else next(remaining, None)
@@ -117,3 +149,17 @@ def overview() -> str:
         for number, (name, verb) in enumerate(verbs.items()):
             lines.append(f"{'' if number else group:<7}{name:<9} {(verb.__doc__ or '').splitlines()[0]}")
     return "\n".join(lines)
+
+
+def verb_help(name: str) -> str:
+    """Return the help of a verb: tyro's with a usage line of at most 80 columns, then the epilog of the verb."""
+    printed = io.TextIOWrapper(io.BytesIO(), sys.stdout.encoding)
+    printed.isatty = sys.stdout.isatty  # type: ignore[method-assign]  # tyro prints colors to a terminal
+    with redirect_stdout(printed), suppress(SystemExit):
+        tyro.cli(VERBS[name], args=["--help"], prog=f"atoll {name}", config=TYRO_CONFIG)
+    printed.seek(0)
+    usage, rest = printed.read().rstrip().split("\n", 1)
+    # tyro lists all options there if they have less than 80 characters, without the name of the verb.
+    usage = re.sub(r"\[--.*", "[OPTIONS]", re.sub(r"\x1b\[[\d;]*m", "", usage))  # without colors
+    epilog = getattr(VERBS[name], "epilog", "")
+    return "\n".join([usage, rest, *([epilog.strip("\n")] if epilog else [])])

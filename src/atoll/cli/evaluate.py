@@ -5,7 +5,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -27,6 +27,11 @@ class Evaluate:
     json: bool = False
     """Print JSON instead of tables."""
     overrides: Overrides = field(default_factory=dict)
+    epilog: ClassVar = """
+examples:
+  atoll evaluate runs/mine --models experts monolith --routings top-1 nearest
+  atoll evaluate runs/mine --num-images 10000 --steps 50 --guidance-scale 1.5
+"""
 
     def run(self) -> None:
         """Evaluate, and print the metrics."""

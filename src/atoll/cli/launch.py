@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
 
@@ -41,6 +41,11 @@ class Launch:
     json: bool = False
     """Print the submitted jobs as JSON."""
     overrides: Overrides = field(default_factory=dict)
+    epilog: ClassVar = """
+examples:
+  atoll launch runs/mine
+  atoll launch runs/mine --on slurm --island.gpus 8 --jobs experts router
+"""
 
     def run(self) -> None:
         """Submit the jobs, or print them."""

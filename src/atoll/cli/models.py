@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, arg
 
@@ -50,6 +50,11 @@ class Convert:
     """Write into a folder that is not empty."""
     json: bool = False
     """Print conversion.json instead of a table."""
+    epilog: ClassVar = """
+examples:
+  atoll convert DiT-XL-2-256x256.pt converted/dit
+  atoll convert converted/dit start --to flow-matching --text-width 768
+"""
 
     def run(self) -> None:
         """Convert, and print a summary."""
@@ -99,6 +104,11 @@ class Export:
     """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False
     """Print JSON."""
+    epilog: ClassVar = """
+examples:
+  atoll export runs/mine my-model --license cc-by-sa-4.0
+  atoll export runs/mine my-student --model student
+"""
 
     def run(self) -> None:
         """Export, and print how to load the folder."""

@@ -206,10 +206,10 @@ class Trust:
     folder: Annotated[Positional[str], arg(metavar="RUN")]
     """Folder of a shared run; show also takes its URL."""
     action: Annotated[
-        Positional[Literal["show", "add", "withdraw", "rotate", "set", "renew", "sign"]], arg(metavar="ACTION")
+        Positional[Literal["show", "add", "withdraw", "rotate", "set", "renew", "sign"]], arg(metavar="[ACTION]")
     ] = "show"
     """show, add, withdraw, rotate, set, renew or sign. All but show and sign make the next version of the root."""
-    words: Annotated[Positional[tuple[str, ...]], arg(metavar="WORDS", help_behavior_hint="(default: none)")] = ()
+    words: Annotated[Positional[tuple[str, ...]], arg(metavar="[WORD ...]", help_behavior_hint="(default: none)")] = ()
     """add publisher|admitter|owner NAME KEY; withdraw network JOB or key NAME; rotate NAME KEY; set FIELD VALUE."""
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
     """With add publisher: numbers of the experts that this key may publish."""

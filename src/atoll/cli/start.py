@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import yaml
 from tyro.conf import arg
@@ -15,7 +15,7 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.names import StageName
-from atoll.core.presets import NOTES, PRESETS
+from atoll.core.presets import NOTES, PRESETS, SUMMARIES
 
 
 @dataclass
@@ -50,6 +50,15 @@ class Init:
     force: bool = False
     """Overwrite an existing atoll.yaml."""
     overrides: Overrides = field(default_factory=dict)
+    epilog: ClassVar = "\n".join(
+        [
+            "presets:",
+            *(f"  {name:<11}  {about}" for name, about in SUMMARIES.items()),
+            "examples:",
+            '  atoll init runs/mine --preset images --data.source "my photos"',
+            "  atoll init runs/mine --base OWNER/NAME --data.source photos --clusters.count 4",
+        ]
+    )
 
     def run(self) -> None:
         """Write the file with all keys and a comment on each."""

