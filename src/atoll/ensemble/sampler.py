@@ -251,7 +251,9 @@ class Sampler:
         if (width is None) != (height is None):
             raise AtollError("give both width and height, or neither")
         size = None if width is None or height is None else Size(height, width)
-        latent_size = self.latent_size(size) if latents is None or size is not None else Size(*latents.shape[2:])
+        if latents is not None and size is None:
+            size = Size(*(self.encoders.autoencoder().factor * side for side in latents.shape[2:]))
+        latent_size = self.latent_size(size)
         if latents is not None and latents.shape[1:] != (self.ensemble.shape[0], *astuple(latent_size)):
             raise AtollError(
                 f"got latents of shape {tuple(latents.shape)}, expected "
