@@ -21,7 +21,8 @@ def main(run: Path) -> None:
     """Generate the missing images and write demo.png beside this file."""
     config = load(run)
     settings = SampleSettings(routing="top-1", steps=demo.STEPS, guidance_scale=demo.GUIDANCE)
-    gallery = Gallery(choose_examples(run, config.clusters.count, demo.PROMPTS), settings)
+    examples = choose_examples(run, config.clusters.count, demo.PROMPTS)
+    gallery = Gallery(examples, settings)
     rows = {
         f"{config.clusters.count} experts\nas one model": gallery.row(EvaluatedModel(run, "experts", "top-1")).images,
         "one network of\nequal FLOPs": gallery.row(EvaluatedModel(run, "monolith")).images,
@@ -29,9 +30,10 @@ def main(run: Path) -> None:
     width = LEFT + len(demo.PROMPTS) * (SIDE + GAP)
     page = Image.new("RGB", (width, TOP + len(rows) * (SIDE + GAP)), "white")
     pen, small = ImageDraw.Draw(page), ImageFont.load_default(12)
-    for column, prompt in enumerate(demo.PROMPTS):
+    for column, example in enumerate(examples):
         place = (LEFT + column * (SIDE + GAP) + SIDE / 2, TOP - 6)
-        pen.multiline_text(place, wrapped(prompt), "#444444", small, anchor="md", align="center")
+        text = wrapped(example.prompt) + ("" if example.split == "train" else " *")  # held out from training
+        pen.multiline_text(place, text, "#444444", small, anchor="md", align="center")
     for row, (name, images) in enumerate(rows.items()):
         top = TOP + row * (SIDE + GAP)
         pen.multiline_text((8, top + SIDE / 2), name, "black", ImageFont.load_default(16), anchor="lm")

@@ -17,6 +17,7 @@ from atoll.apps.evaluate.generated import prompts_of
 from atoll.apps.evaluate.table import power
 from atoll.apps.report import report
 from atoll.apps.report.charts import Chart, Line, ticks
+from atoll.apps.report.gallery import choose_examples
 from atoll.apps.report.page import SMALL, inline
 from atoll.core.config import load
 from atoll.core.errors import AtollError
@@ -216,6 +217,15 @@ def test_every_model_has_an_image_for_every_prompt_below_the_real_image(page: Pa
         assert [alt for alt in alts if alt.startswith(f"{label}: ")] == [f"{label}: {prompt}" for prompt in prompts]
     for expert in range(3):
         assert sum(alt.startswith(f"expert {expert}: ") for alt in alts) == len(prompts)
+
+
+def test_held_out_prompts_are_marked_wherever_they_stand(trained: Path, page: Page) -> None:
+    splits = {example.prompt: example.split for example in choose_examples(trained, 3, ())}
+    assert "validation" in splits.values()
+    for prompt, split in splits.items():
+        # With its first image, as a column of both tables, and with its band.
+        marked = sum(text == f"{prompt}\u202f*" for text in page.texts)
+        assert marked == (4 if split == "validation" else 0), prompt
 
 
 def test_writing_the_same_report_again_samples_nothing(
