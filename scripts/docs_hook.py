@@ -1,4 +1,4 @@
-"""A hook of mkdocs (`make docs`): generated pages and tables, and links between docs/ and the rest of the repository.
+"""A hook of mkdocs (`make docs`): generated pages and tables, equations, and links between docs/ and the repository.
 
 Pages outside docs/ (recipes, benchmarks, CONTRIBUTING.md) become part of the site, so that links to them are checked. A
 link to any other file of the repository is shown as its path.
@@ -27,6 +27,17 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 def fill_tables(markdown: str) -> str:
     """Replace the markers of generated tables."""
     return re.sub(r"<!-- generated: (\w+) -->", lambda found: TABLES[found.group(1)](), markdown)
+
+
+def render_equations(markdown: str) -> str:
+    """Replace fenced blocks of LaTeX, which GitHub renders itself, by MathML, which needs no script."""
+    from latex2mathml.converter import convert
+
+    def render(found: re.Match[str]) -> str:
+        latex, _, number = found.group(1).partition(r"\tag")
+        return f'<div class="equation">{convert(latex, display="block")}<span>{number.strip("{} ")}</span></div>'
+
+    return re.sub(r"^```math\n(.*?)\n```$", render, markdown, flags=re.MULTILINE | re.DOTALL)
 
 
 def outside_files() -> list[str]:
@@ -76,5 +87,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill the generated tables of a page and change its links."""
-    return site_links(fill_tables(markdown), page.file.src_uri)
+    """Fill the generated tables of a page, render its equations and change its links."""
+    return site_links(render_equations(fill_tables(markdown)), page.file.src_uri)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import tomllib
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -148,6 +149,33 @@ def test_generated_tables_have_a_meaning_in_each_row_and_no_unknown_marker(
         assert tables[name].splitlines()[0].endswith("| meaning |")
     markers = [m for page in GUIDES for m in re.findall(r"<!-- generated: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert set(markers) == set(reference.TABLES)
+
+
+def test_equations_become_mathml() -> None:
+    page = "Text\n\n```math\nv = \\sum_k \\frac{a}{b} \\tag{3}\n```\n\nmore"
+    rendered = docs_hook.render_equations(page)
+    assert "<mfrac><mrow><mi>a</mi></mrow><mrow><mi>b</mi></mrow></mfrac>" in rendered
+    assert rendered.endswith("<span>3</span></div>\n\nmore")
+    fences = re.findall(r"^```math$", "".join(page.read_text(encoding="utf-8") for page in GUIDES), re.MULTILINE)
+    assert len(fences) > 20
+    for page in GUIDES:
+        assert "merror" not in docs_hook.render_equations(page.read_text(encoding="utf-8"))
+
+
+def test_the_index_of_guides_has_every_page_in_the_order_of_the_navigation() -> None:
+    linked = re.findall(
+        r"^- \[.*\]\(([\w-]+\.md)\)", (ROOT / "docs/how-to/index.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    listed = re.findall(r"- how-to/([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert listed == ["index.md", *linked]
+    assert {*listed} == {page.name for page in GUIDES if page.parent.name == "how-to"}
+
+
+def test_the_readme_lists_the_extras() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| extra | adds |")[1].split("\n\n")[0]
+    assert {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)} == {*extras} - {"docs", "dev"}
 
 
 def test_the_python_api_names_modules_that_exist() -> None:

@@ -1,8 +1,8 @@
 """Documented commands and settings are valid; README and tutorials are executed with small sizes.
 
-A page's fenced `bash` blocks have one command per line. Every `atoll` command is parsed by the command line's own
-parser, and its settings are validated. README and tutorials are then executed in order, in a temporary folder, except
-for the commands in `NOT_EXECUTED`.
+A page's fenced `bash` blocks have one command per line, which a backslash continues. Every `atoll` command is parsed by
+the command line's own parser, and its settings are validated. README and tutorials are then executed in order, in a
+temporary folder, except for the commands in `NOT_EXECUTED`.
 """
 
 import math
@@ -41,7 +41,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-OTHER_PROGRAMS = ("git", "cd", "source", "sky")
+OTHER_PROGRAMS = ("git", "cd", "pip", "source", "sky")
 EXAMPLE = re.compile(r"examples/\w+\.py")
 """Scripts that a tutorial may run with Python."""
 OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
@@ -60,6 +60,7 @@ OTHER_YAML = {
 
 NOT_EXECUTED = {
     "git clone": "needs a network",
+    "pip install": "changes the environment of the tests",
     "cd": "the tests already run inside a clone",
     "source": "changes the user's shell",
     "make demo": "takes 15 minutes; tests/launch/test_demo.py runs it at a small scale",
@@ -117,12 +118,14 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(block: Block) -> Iterator[Command]:
-    for number, line in enumerate(block.text.splitlines()):
-        words = shlex.split(line, comments=True)
+    lines = block.text.splitlines()
+    starts = [0, *(number + 1 for number, line in enumerate(lines[:-1]) if not line.endswith("\\"))]
+    for number, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        words = shlex.split(" ".join(line.removesuffix("\\") for line in lines[number:end]), comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             del words[0]
-        if words[:1] == ["torchrun"] and "atoll.cli" in words:
-            words = ["atoll", *words[words.index("atoll.cli") + 1 :]]
+        if words[:1] == ["torchrun"] and "atoll" in words:
+            words = ["atoll", *words[words.index("atoll") + 1 :]]
         if words:
             words[0] = words[0].removeprefix(".venv/bin/")
             yield Command(block.page, block.line + number, tuple(words))
@@ -136,6 +139,13 @@ COMMANDS = [
 def test_there_are_commands_to_check() -> None:
     assert len([command for command in COMMANDS if command.words[0] == "atoll"]) > 50
     assert len(TUTORIALS) == 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_a_command_fits_its_box(page: Path) -> None:
+    """The box of the site has 80 columns; longer lines run under its copy button."""
+    bash = [block for block in blocks(page) if block.language == "bash"]
+    assert [line for block in bash for line in block.text.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -203,6 +213,10 @@ def test_the_example_of_the_readme_runs() -> None:
 
 
 EXAMPLES = {
+    "your-own-training-loop": (
+        {},
+        "{*samples.mean(1).sign().tolist()} == {-1, 1} and (samples.mean(1).abs() - 0.8).abs().mean() < 0.2",
+    ),
     "sample-with-little-memory": ({}, "len(images) == 4"),
     "mix-objectives": ({}, "len(images) == 1 and len(both.references) == 6"),
     "export-to-diffusers": ({"seed=0)": "seed=0, num_inference_steps=2)"}, "image.size == (32, 32)"),
