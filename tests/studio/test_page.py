@@ -2,6 +2,7 @@
 
 import base64
 import io
+import platform
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -207,15 +208,27 @@ def test_a_link_generates_images_and_the_gallery_stores_them(open_page: Any, fin
     assert equal_images([pixels(page.locator(".image-view img.generated").first.get_attribute("src"))], shown[:1])
 
 
+def test_compare_opens_with_a_first_comparison(open_page: Any, finished: Server) -> None:
+    page: Page = open_page("#compare")
+    example = finished.request("/v1/run")["examples"][0]
+    expect(page.locator(".results h2")).to_have_text(re.compile(example))
+    expect(page.locator(".row figcaption", has_text=re.compile("^seed 0$"))).to_have_count(4)
+    expect(page.get_by_label("Prompt")).to_have_value(example)
+    page.get_by_role("link", name="Gallery").click()
+    page.get_by_role("link", name="Compare").click()  # the results stay, and nothing is generated again
+    expect(page.locator(".row figcaption", has_text=re.compile("^seed 0$"))).to_have_count(4)
+    expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+
+
 def test_routings_models_and_seeds_are_compared(open_page: Any, finished: Server) -> None:
     page: Page = open_page("#compare")
     page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_label("Steps").fill(str(STEPS))
+    page.get_by_label("Steps", exact=True).fill(str(STEPS))
     page.get_by_label("Guidance scale").fill("2")
-    page.get_by_label("First seed").fill("3")
+    page.get_by_label("First seed", exact=True).fill("3")
     page.get_by_label("Seeds", exact=True).select_option("2")
     for name in ("top-1", "top-2", "full", "monolith"):
-        page.get_by_label(name, exact=True).set_checked(name in ("top-1", "monolith"))
+        page.get_by_role("checkbox", name=name, exact=True).set_checked(name in ("top-1", "monolith"))
     page.get_by_role("button", name="Compare").click()
     expect(page.locator(".row figcaption", has_text=re.compile("^seed [34]$"))).to_have_count(4)
     expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
@@ -229,13 +242,14 @@ def test_routings_models_and_seeds_are_compared(open_page: Any, finished: Server
 
 def test_invalid_form_values_can_be_corrected(open_page: Any) -> None:
     page: Page = open_page("#compare")
-    expect(page.get_by_label("top-1", exact=True)).to_be_checked()  # the form is shown
+    expect(page.get_by_role("checkbox", name="top-1", exact=True)).to_be_checked()  # the form is shown
     for checkbox in page.get_by_role("checkbox").all():
         checkbox.set_checked(False)
-    for checked in (False, True):
-        page.get_by_label("top-1", exact=True).set_checked(checked)
+    expect(page.locator(".row")).to_have_count(4)  # the first comparison
+    for checked, rows in ((False, 4), (True, 1)):
+        page.get_by_role("checkbox", name="top-1", exact=True).set_checked(checked)
         page.get_by_role("button", name="Compare").click()
-        expect(page.locator(".row")).to_have_count(int(checked))
+        expect(page.locator(".row")).to_have_count(rows)
 
     page = open_page("", PHONE)
     settings = page.locator("details", has_text="Settings").first
@@ -433,7 +447,11 @@ def test_a_trained_run_shows_what_is_being_loaded(
         expect(page.get_by_text("Loading model 1 of 3: experts (4 networks).")).to_be_visible()
         expect(page.get_by_text("No expert is trained yet")).to_have_count(0)
         check_accessibility(page, SHOTS, "loading-desk")
+        page.goto(f"{url}/#compare")
+        expect(page.get_by_text("Loading model 1 of 3: experts (4 networks).")).to_be_visible()
         released.set()
+        expect(page.locator(".row").first).to_be_visible()  # the first comparison
+        page.get_by_role("link", name="Generate").first.click()
         expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
         page.context.close()
 
@@ -445,6 +463,9 @@ def check_training_view(page: Page, run: Path) -> None:
     job = start(run, "--expert", "0")
     try:
         expect(card.locator(".state")).to_have_text("training")
+        host = card.locator(".info span")
+        expect(host).to_have_text(platform.node())
+        assert (host.get_attribute("title") or "").startswith(f"{platform.node()}:")
         expect(card.locator("img.sheet")).to_be_visible()
         expect(card.locator(".loss")).to_be_visible()
         before = card.locator("progress").evaluate("bar => bar.value")

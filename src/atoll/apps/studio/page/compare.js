@@ -6,6 +6,7 @@ import { conditionText, describeRouting, plural } from "./format.js";
 import { Generation } from "./generation.js";
 import { copyButton } from "./image-view.js";
 import { hashOf, urlOf } from "./link.js";
+import { noModel, RELOAD_MILLISECONDS } from "./no-model.js";
 import { weightsChart } from "./weights-chart.js";
 
 const MAX_STREAMS = 4; // a browser opens six connections to a server, and the other views need some
@@ -14,7 +15,6 @@ const DEFAULT_SEEDS = 3;
 const MAX_SEEDS = 6; // columns that fit on a desktop screen
 const EXAMPLES = 5;
 const INTRO = "Rows are routings and models, columns are seeds. All images of a column start from the same noise.";
-const NO_MODEL = "No model of this run is trained yet.";
 const DENSE = {
   monolith: "one network trained on all data",
   student: "one network distilled from the experts",
@@ -34,8 +34,8 @@ export class CompareView {
   build() {
     const variants = variantsOf(this.studio.run);
     const title = element("h1", { id: "compare-title", tabindex: -1 }, "Compare");
-    const intro = element("p", { class: "intro" }, variants.length ? INTRO : NO_MODEL);
-    if (!variants.length) return this.node.replaceChildren(title, intro);
+    if (!variants.length) return this.node.replaceChildren(title, noModel(this.studio.run));
+    const intro = element("p", { class: "intro" }, INTRO);
     this.form = this.formNode(this.studio.run, variants);
     this.write({});
     return this.node.replaceChildren(title, intro, this.form, this.results);
@@ -105,21 +105,35 @@ export class CompareView {
     };
   }
 
-  /** Show the view. A link with variants starts the comparison; one without only fills the form. */
+  /**
+   * Show the view. A link with variants starts the comparison; one with other settings only fills the form. Without
+   * settings, the first visit compares the first example, with one seed: an empty table would not explain itself.
+   */
   open(settings) {
-    if (!this.form || !Object.keys(settings).length || location.hash === this.hash) return;
-    this.write(settings);
-    if (settings.variants) this.compare();
+    this.close();
+    this.linkSettings = settings;
+    const given = Object.keys(settings).length > 0;
+    if (!this.form) this.timer = setInterval(() => this.studio.reload(), RELOAD_MILLISECONDS);
+    else if (given && location.hash !== this.hash) {
+      this.write(settings);
+      if (settings.variants) this.compare();
+    } else if (!given && !this.generations.length) {
+      this.write({ prompt: this.studio.run.examples[0], seeds: 1 });
+      this.compare();
+    }
   }
 
-  close() {}
+  close() {
+    clearInterval(this.timer);
+  }
 
   /** Rebuild after a change of the run, keeping the values of the form; not while images are generated. */
   refresh() {
     if (this.generations.some((generation) => !generation.ended)) return;
-    const values = this.form ? this.read() : {};
+    const [first, values] = [!this.form, this.form ? this.read() : {}];
     this.build();
     if (this.form) this.write(values);
+    if (first && this.node.isConnected) this.open(this.linkSettings);
   }
 
   submit(event) {

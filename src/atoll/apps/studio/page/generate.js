@@ -1,16 +1,15 @@
 // The view Generate: the form on one side, the images with their routing weights on the other.
 
-import { announce, element, svgElement } from "./dom.js";
+import { announce, element } from "./dom.js";
 import { ExpertLegend } from "./expert-legend.js";
 import { conditionText, plural, settingsText } from "./format.js";
 import { Generation } from "./generation.js";
 import { ImageView } from "./image-view.js";
 import { hashOf } from "./link.js";
-import { drawLogo } from "./logo.js";
+import { largeLogo, noModel, RELOAD_MILLISECONDS } from "./no-model.js";
 import { RequestForm } from "./request-form.js";
 
 const WIDE = window.matchMedia("(min-width: 901px)"); // the form is beside the results; as in views.css
-const RELOAD_MILLISECONDS = 2000; // while no model is trained; the server scans for models as often
 
 export class GenerateView {
   constructor(studio) {
@@ -124,13 +123,6 @@ function announceProgress(generation) {
   generation.announced = text;
 }
 
-/** Return the logo of the run around an image of noise. */
-function largeLogo(run) {
-  const ring = svgElement("svg", { viewBox: "0 0 40 40" });
-  drawLogo(ring, run);
-  return element("div", { class: "large-logo", "aria-hidden": "true" }, element("div", {}), ring);
-}
-
 function welcome(run) {
   const { experts, examples, conditioning } = run;
   const several = `${plural(experts.length, "expert")}, each trained on one cluster of the images. Generate an image to see the routing.`;
@@ -140,32 +132,5 @@ function welcome(run) {
     largeLogo(run),
     element("p", { class: "lead" }, experts.length > 1 ? several : "Generate images with this model."),
     conditioning.text && examples.length > 0 && element("p", {}, "Choose an example, or type a prompt and press Enter."),
-  );
-}
-
-/** Return why no model can be used: one is being loaded or could not be, or none is trained. */
-function noModelReason({ loading, load_errors: errors, missing }) {
-  const [failed] = Object.entries(errors);
-  // The server tries again to load a model that failed; its error stays visible meanwhile.
-  if (loading && !(loading.model in errors)) {
-    const { model, networks, position, total } = loading;
-    const size = networks > 1 ? ` (${networks} networks)` : "";
-    return ["The models are being loaded.", `Loading model ${position} of ${total}: ${model}${size}.`];
-  }
-  if (failed) return [`The model ${failed[0]} could not be loaded.`, failed[1]];
-  if (missing.length) return ["No expert is trained yet.", `Missing: ${missing.join(", ")}.`];
-  return ["The models are being loaded.", ""];
-}
-
-function noModel(run) {
-  const [message, detail] = noModelReason(run);
-  const islands = element("a", { href: "#islands" }, "Show training");
-  return element(
-    "div",
-    { class: "welcome" },
-    largeLogo(run),
-    element("p", { class: "lead" }, message),
-    detail && element("p", {}, detail),
-    element("p", {}, "This page updates itself. ", islands),
   );
 }

@@ -118,7 +118,10 @@ class JobCard {
     this.bar.hidden = !job.total_images || job.state === "done";
     this.bar.max = job.total_images || 1;
     this.bar.value = job.images;
-    this.info.textContent = infoText(job);
+    const info = infoText(job);
+    // The island by its host; its process, its launch and its key are in the tooltip.
+    const host = job.where && element("span", { title: job.where }, job.where.split(/[: ]/)[0]);
+    this.info.replaceChildren(info, info && host ? " · " : "", host);
     this.reason.textContent = job.reason;
     this.drawLoss(job.loss ?? []);
     this.drawGrid(job.grid);
@@ -145,7 +148,7 @@ class JobCard {
 
 function infoText(job) {
   const { images, total_images: total, images_per_second: rate, seconds_left: left, state } = job;
-  const { last_seen_seconds_ago: seen, where } = job;
+  const { last_seen_seconds_ago: seen } = job;
   const open = state !== "done" && total > 0;
   const progress = open ? `${count(images)} of ${count(total)} images` : plural(images, "image");
   const parts = [
@@ -153,7 +156,6 @@ function infoText(job) {
     rate && state === "running" ? `${rate.toFixed(1)} images/s` : null,
     left === null ? null : `${duration(left)} left`,
     state === "stale" && seen !== null ? `last seen ${duration(seen)} ago` : null,
-    where,
   ];
   return parts.filter(Boolean).join(" · ");
 }
