@@ -263,27 +263,12 @@ class Sampler:
         if wrong := next((name for name in inputs if name not in STEP_TENSORS), None):
             raise AtollError(unknown("tensor input of the callback", wrong, STEP_TENSORS))
 
-        # Assign prompts, labels and clusters to the images in turn, and encode each distinct pair once.
+        # Assign prompts, labels and clusters to the images in turn.
         def turns(values: Sequence[Any] | None) -> list[Any]:
             return [None] * count if values is None else [values[i % len(values)] for i in range(count)]
 
         pairs = list(zip(turns(texts), turns(labels), strict=True))
-        distinct = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
-        condition = self.encode(
-            None if texts is None or embeds is not None else [text for text, _ in distinct],
-            None if labels is None else [name for _, name in distinct],
-            embeds=None if embeds is None else embeds[torch.tensor([text for text, _ in distinct])],
-            size=size,
-        )
-        # One row of `rows` for the conditions of the images, and one for their negative prompts.
-        rows = torch.tensor([[distinct[pair] for pair in pairs]])
-        if negatives is not None and self.ensemble.conditioning & {"text", "pooled", "arguments"}:
-            others = {text: len(distinct) + row for row, text in enumerate(dict.fromkeys(negatives))}
-            negative = self.encode(list(others), size=size)
-            # Only the text is negative; the class is the null class.
-            null = None if condition.label is None else condition.label.new_full((len(others),), -1)
-            condition = concatenate([condition, replace(negative, label=null)])
-            rows = torch.cat([rows, torch.tensor([[others[text] for text in turns(negatives)]])])
+        condition, rows = self._encode_distinct(pairs, turns(negatives), embeds=embeds, size=size)
         for warning in self._warnings(texts is not None, labels is not None, settings=chosen):
             print(f"warning: {warning}", file=sys.stderr)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
@@ -295,22 +280,15 @@ class Sampler:
         with progress("sampling", len(mine) * len(evaluated_at(chosen)), unit="steps") as bar:
             for part in mine:
                 used, (own, *null_rows) = torch.unique(rows[:, part], return_inverse=True)
+                negative = null_rows[0] if null_rows else None
                 own_seeds = seeds[part] if len(seeds) > 1 and seed is None else chosen.seed
-                if latents is not None:
-                    noise = latents[part].to(self.ensemble.device, torch.float32)
-                elif isinstance(own_seeds, list):
-                    noise = torch.cat([self.noise(1, own_seed, size=latent_size) for own_seed in own_seeds])
-                else:
-                    noise = self.noise(len(own), own_seeds, first + part.start, size=latent_size)
+                noise = self.noise(len(own), own_seeds, first + part.start, size=latent_size)
                 state = SamplerState(
-                    noise,
-                    BatchConditions.of(
-                        condition[upload(used, self.ensemble.device)], own,
-                        negative=null_rows[0] if null_rows else None, reused=True,
-                    ),
+                    noise if latents is None else latents[part].to(noise),
+                    BatchConditions.of(condition[upload(used, noise.device)], own, negative=negative, reused=True),
                     RoutingState(own_seeds, first + part.start, [] if trace else None),
                     None if clusters is None else torch.tensor(turns(clusters)[part]),
-                )  # fmt: skip
+                )
                 on_step = self._on_step(state, callback_on_step_end, inputs)
                 made.append(self.run(state, chosen, on_velocity=lambda *_: bar.update(1), on_step=on_step))
                 images.append(self._decoded(made[-1]))
@@ -383,6 +361,34 @@ class Sampler:
             return replace(embeds, label=label)
         return Condition(text, mask, pooled, label, rows, table=table)
 
+    def _encode_distinct(
+        self,
+        pairs: Sequence[tuple[Any, str | int | None]],
+        negatives: Sequence[str | None],
+        *,
+        embeds: Condition | None,
+        size: Size | None,
+    ) -> tuple[Condition, Tensor]:
+        """Encode each distinct pair of prompt and label once, and each distinct negative prompt.
+
+        A prompt is a text or, with `embeds`, its row there. Return the conditions and their rows (1 or 2, images): of
+        the images and, if they have any, of their negative prompts.
+        """
+        distinct = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
+        texts = [text for text, _ in distinct if text is not None] or None
+        labels = [label for _, label in distinct if label is not None] or None
+        given = None if embeds is None else embeds[torch.tensor(texts)]
+        condition = self.encode(None if given else texts, labels, embeds=given, size=size)
+        rows = [[distinct[pair] for pair in pairs]]
+        if negatives[0] is not None and self.ensemble.conditioning & {"text", "pooled", "arguments"}:
+            others = {text: len(distinct) + row for row, text in enumerate(dict.fromkeys(negatives))}
+            negative = self.encode([text for text in others if text is not None], size=size)
+            # Only the text is negative; the class is the null class.
+            null = None if condition.label is None else condition.label.new_full((len(others),), -1)
+            condition = concatenate([condition, replace(negative, label=null)])
+            rows.append([others[text] for text in negatives])
+        return condition, torch.tensor(rows)
+
     def encode_prompt(self, prompt: str | Sequence[str]) -> dict[str, Tensor | None]:
         """Return the encoded text as keywords of `generate`, which need no text encoder."""
         text, mask, pooled = self.encoders.text_encoder()([prompt] if isinstance(prompt, str) else list(prompt))
@@ -432,8 +438,13 @@ class Sampler:
 
     # From noise to latents
 
-    def noise(self, count: int, seed: int, first: int = 0, *, size: Size | None = None) -> Tensor:
-        """Return the noise (count, C, H, W) of the images from position `first` on, for latents of some size."""
+    def noise(self, count: int, seed: int | Sequence[int], first: int = 0, *, size: Size | None = None) -> Tensor:
+        """Return the noise (count, C, H, W) of the images from position `first` on, for latents of some size.
+
+        An image with a seed of its own is at position 0.
+        """
+        if not isinstance(seed, int):
+            return torch.cat([self.noise(1, own, size=size) for own in seed])
         size = size or self.ensemble.sizes[0]
         shape = (count, self.ensemble.shape[0], size.height, size.width)
         return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
