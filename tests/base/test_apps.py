@@ -51,9 +51,11 @@ def test_the_studio_returns_the_images_of_the_library_whatever_shares_their_batc
     sampler = atoll.load(trained_base)
     for body, response in zip([*bodies, bodies[0]], [*found, again], strict=True):
         given = [body["prompt"]] if "prompt" in body else None
-        options = {"routing": "oracle", "clusters": [1]} if "expert" in body else {}
+        options = {"routing": "oracle", "cluster": 1} if "expert" in body else {}
         scale = body.get("guidance_scale", 4.0)
-        images = sampler.sample(given, num_images=2, steps=4, seed=body.get("seed", 0), guidance_scale=scale, **options)
+        images = sampler.sample(
+            given, num_images=2, num_inference_steps=4, seed=body.get("seed", 0), guidance_scale=scale, **options
+        )
         for generated, wanted in zip(response["images"], images, strict=False):
             assert abs(served(generated) - np.asarray(wanted)).max() <= 1  # rounding
 
@@ -73,7 +75,9 @@ def test_evaluation_and_report_know_adapters(trained_base: Path, tmp_path: Path)
 
 
 def latents(sampler: Sampler, **options: Any) -> torch.Tensor:
-    return sampler.generate(list(PROMPTS), steps=2, routing="oracle", clusters=[0, 1, 0], **options).latents
+    return sampler.generate(
+        list(PROMPTS), num_inference_steps=2, routing="oracle", cluster=[0, 1, 0], **options
+    ).latents
 
 
 def test_the_base_is_in_memory_once_and_stays_when_adapters_are_dropped(trained_base: Path) -> None:

@@ -27,7 +27,9 @@ def latents(source: Path, *, batch_size: int = 8, routing: str = "top-1", **opti
     """Return the latents of some images."""
     sampler = atoll.load(source, **options)
     clusters = [0, 1, 0] if routing == "oracle" else None
-    made = sampler.generate(PROMPTS, steps=3, seed=1, routing=routing, clusters=clusters, batch_size=batch_size)
+    made = sampler.generate(
+        PROMPTS, num_inference_steps=3, seed=1, routing=routing, cluster=clusters, batch_size=batch_size
+    )
     return made.latents
 
 

@@ -92,7 +92,9 @@ def test_adapters_are_shared_without_their_base(
     with pytest.raises(AtollError, match=r"set networks\.default\.base"):
         atoll.load(bob)
     set_base(bob, base)
-    made = [atoll.load(folder, "expert:0").generate(["a red cube"], steps=2).latents for folder in (bob, ann)]
+    made = [
+        atoll.load(folder, "expert:0").generate(["a red cube"], num_inference_steps=2).latents for folder in (bob, ann)
+    ]
     assert torch.equal(*made)
 
 

@@ -380,7 +380,7 @@ class Sampler:
         given = None if embeds is None else embeds[torch.tensor(texts)]
         condition = self.encode(None if given else texts, labels, embeds=given, size=size)
         rows = [[distinct[pair] for pair in pairs]]
-        if negatives[0] is not None and self.ensemble.conditioning & {"text", "pooled", "arguments"}:
+        if negatives[0] is not None and self.ensemble.conditioning & OF_PROMPTS:
             others = {text: len(distinct) + row for row, text in enumerate(dict.fromkeys(negatives))}
             negative = self.encode([text for text in others if text is not None], size=size)
             # Only the text is negative; the class is the null class.
