@@ -161,14 +161,18 @@ class Prepare:
         """Print the plan."""
         from atoll.data.prepare import open_job, plan, stages_of
         from atoll.data.sources.source import describe, survey
+        from atoll.data.stages.ingest import open_configured
 
-        job = open_job(self.folder, config)
+        # The source first: the stages may need networks that must be downloaded.
+        source = open_configured(config.data)
+        if not self.json:
+            describe(survey(source))
+        job = open_job(self.folder, config, source)
         steps = [step for step in plan(job) if not self.stage or step["stage"] in self.stage]
         if self.json:
             print(json.dumps(steps))
             return
-        describe(survey(job.source))
         for step in steps:
-            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
+            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']}")
         for note in filter(None, (stage.note() for stage in stages_of(job))):
             print(f"note: {note}")
