@@ -257,6 +257,30 @@ def test_prepare_lists_attacks_as_rejects_and_continues(kind: str, tmp_path: Pat
 # Models
 
 
+def test_a_path_that_does_not_exist_is_not_asked_for_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    import atoll
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/mine").mkdir(parents=True)
+
+    def ask(*given: object, **_: object) -> None:
+        raise AssertionError(f"the hub was asked for {given}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.setattr(datasets, "load_dataset", ask)
+    with pytest.raises(AtollError, match=r"runs/nope: no such folder; runs has mine\. For the model"):
+        atoll.load("runs/nope")
+    with pytest.raises(AtollError, match=r"runs/nope: no such folder; runs has mine\. For the dataset"):
+        open_source("runs/nope")
+    for name in ("Meine Fotos", "photos", "a/b/c"):
+        with pytest.raises(AtollError, match=f"{name}: no such file or folder"):
+            open_source(name)
+
+
 def test_a_bare_name_is_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
