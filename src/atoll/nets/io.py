@@ -180,7 +180,8 @@ def load_initial(folder: str | Path) -> DiT | Router | DiffusersExpert | BaseExp
 
     network = build(read_network(adapted(values)))
     assert isinstance(network, DiffusersExpert)
-    model = getattr(diffusers, values[CLASS_NAME]).from_pretrained(folder, use_safetensors=True, local_files_only=True)
+    kind = getattr(diffusers, values[CLASS_NAME])
+    model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, trust_remote_code=False)
     network.model.load_state_dict(model.state_dict())
     return network
 
