@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -66,6 +67,8 @@ class Init:
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(configuration.to_yaml(config, NOTES.get(preset)), encoding="utf-8")
         print(f"wrote {file} from preset {preset!r}; check it with: atoll config {self.folder}")
+        if (source := config.data.source).startswith("/") and not glob(source):
+            print(f"note: data.source does not exist: {source}")
 
     def check_base(self, base: str) -> configuration.Config:
         """Check a base model, print what was found, and return the settings of a run on it."""

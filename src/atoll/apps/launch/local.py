@@ -27,8 +27,8 @@ _PAUSE = 0.1
 """Seconds between two checks of the running processes."""
 _PROGRESS_SECONDS = 1.0
 """Seconds between two updates of the progress bar; jobs write their progress as often."""
-_LAST_LINES = 5
-"""Number of lines of a failed job's log to print: the error message and a little context."""
+_LAST_LINES = 14
+"""Number of lines of a failed job's log to print: an error message that names ten files, and a little context."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Local(Launcher):
                     self._collect_ended()
                     if time.monotonic() - checked > _PROGRESS_SECONDS:
                         now, checked = self._done(steps), time.monotonic()
-                        bar.set_postfix_str(self._losses(), refresh=False)
+                        bar.set_postfix_str(self._running_text(), refresh=False)
                         bar.update(now - done)
                         done = now
                 bar.update(self._done(steps) - done)
@@ -171,11 +171,10 @@ class Local(Launcher):
             return sum(images_seen(self.settings.run, step) for step in steps)
         return len(steps) - sum(map(len, self._left.values()))
 
-    def _losses(self) -> str:
-        """Return loss and learning rate of the training jobs that are running."""
-        names = [running.step.name for running in self._running if running.step.images]
-        lines = {name: progress_of(self.settings.run / name) for name in names}
-        return ", ".join(f"{name} {line.text}" for name, line in lines.items() if line)
+    def _running_text(self) -> str:
+        """Return the names of the running jobs, with loss and learning rate of those that train."""
+        lines = {step.name: progress_of(self.settings.run / step.name) for step in (one.step for one in self._running)}
+        return ", ".join(f"{name} {line.text}" if line else name for name, line in lines.items())
 
     def _startable(self) -> list[tuple[Group, JobStep]]:
         """Return the steps whose dependencies are done, the longest training job first; none after a stop signal."""
