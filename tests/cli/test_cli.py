@@ -142,7 +142,9 @@ def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_init_writes_what_config_reads(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert cli.main(["init", str(run), "--preset", preset]) == 0
-    assert config.load(run) == config.resolve(PRESETS[preset])
+    expected = config.resolve(PRESETS[preset])
+    source = config.absolute_source(expected.data.source, run)
+    assert config.load(run) == expected.model_copy(update={"data": expected.data.model_copy(update={"source": source})})
     capsys.readouterr()
     assert cli.main(["config", str(run), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

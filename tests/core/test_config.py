@@ -107,6 +107,37 @@ def test_an_expert_that_does_not_exist_has_no_settings(section: str) -> None:
     assert config.resolve({"clusters": {"count": 9}, section: {8: chosen}})
 
 
+def test_stored_overrides_keep_the_other_lines_and_comments(tmp_path: Path) -> None:
+    file = tmp_path / "atoll.yaml"
+    file.write_text(
+        "# my photographs\ntrain:\n  lr: 0.01  # high\n  ema:  # two\n    short: 1.0\n    long: 9.0\n"
+        "networks:\n  default: {name: DiT-XS/4, width: 256}  # small\nexperts:\n  1: ddpm\n"
+    )
+    given = {"train.lr": "1e-3", "networks.default.width": "128", "experts.1": "flow-matching", "train.ema.long": "8"}
+    config.store(tmp_path, given)
+    assert file.read_text() == (
+        "# my photographs\ntrain:\n  lr: 1e-3  # high\n  ema:  # two\n    short: 1.0\n    long: 8\n"
+        "networks:\n  default: {name: DiT-XS/4, width: 128}  # small\nexperts:\n  1: flow-matching\n"
+    )
+    expected = config.load(tmp_path, {"train.ema": "{one: 5.0}", "clusters.count": "4"})
+    config.store(tmp_path, {"train.ema": "{one: 5.0}", "clusters.count": "4"})
+    assert config.load(tmp_path) == expected, "keys of several lines, and keys that the file does not have"
+
+
+def test_a_source_is_a_path_relative_to_the_run_or_a_name(tmp_path: Path) -> None:
+    for source, expected in (
+        ("my images", str(tmp_path / "my images")),
+        ("../shards/*.tar", str(tmp_path.parent / "shards/*.tar")),
+        ("/data/images", "/data/images"),
+        ("owner/name", "owner/name"),
+        ("emoji:styles=noto", "emoji:styles=noto"),
+    ):
+        (tmp_path / "atoll.yaml").write_text(f"data: {{source: {source!r}}}")
+        assert config.load(tmp_path).data.source == expected
+    (tmp_path / "atoll.yaml").write_text("data: {source: mnist, kind: datasets}")
+    assert config.load(tmp_path).data.source == "mnist"
+
+
 def test_options_that_are_not_yaml_are_plain_text() -> None:
     for text in ("*.tar", "@x", "2024-13-45", "a: b: c"):
         assert config.resolve({}, {"data.source": text}).data.source == text

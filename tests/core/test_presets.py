@@ -64,6 +64,20 @@ def test_imagenet256_on_eight_gpus_is_limited_by_bytes_and_the_dry_run_names_wha
         assert f"faster with {change}" in shown
 
 
+def test_a_dry_run_says_with_which_settings_a_job_fits_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    own = ("--latents.autoencoder", "pixels", "--data.resolution", "64")
+    cli.main(["init", run, "--preset", "images", *own])
+    assert cli.main(["train", run, "--dry-run"]) == 0
+    assert "fits 24 GB: yes, with --train.activation_checkpointing true" in capsys.readouterr().out
+    assert cli.main(["train", run, "--expert", "0", "--dry-run", "--train.total_images", "1280"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "fits 24 GB │ yes, with --train.activation_checkpointing true" in shown
+
+
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_dry_run_needs_no_data_and_prints_the_published_costs(
     preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,8 +88,10 @@ def test_a_dry_run_needs_no_data_and_prints_the_published_costs(
     capsys.readouterr()
     assert cli.main(["train", str(run), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "experts/007" in shown
-    assert "A100" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "experts/000-" in shown
+    for words in ("RTX 3090", "RTX 4090", "A100", "fits 24 GB: "):
+        assert words in shown
     assert PUBLISHED[preset].source in shown
     assert cli.main(["train", str(run), "--router", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epochs"] is None

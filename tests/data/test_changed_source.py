@@ -94,6 +94,35 @@ def test_only_new_images_are_encoded_and_the_clusters_are_kept(
     assert capsys.readouterr().out.count("already done") == 6
 
 
+def test_new_gone_and_changed_images_are_named(
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a finished index, and after an attempt that ended with rejected images."""
+    run, config = copied(before, tmp_path, "zebra")
+    source = tmp_path / "shapes"
+    (source / "broken.png").unlink()
+    (source / "circle-003.txt").write_text("another caption")
+    prepare(run, config, ["ingest"])
+    shown = capsys.readouterr().out
+    assert f"20 new: {', '.join(f'zebra-{number:03d}' for number in range(10))} and 10 more\n" in shown
+    assert "1 gone: broken\n" in shown
+    assert "1 changed: circle-003\n" in shown
+
+    (source / "empty.png").write_bytes(b"")
+    (source / "zebra-007.png").write_bytes(b"text")
+    config = write_run(tmp_path / "other", source, data={"max_rejects": 0.02}, text={"encoder": "none"})
+    with pytest.raises(AtollError, match="2 of 66 images are unusable"):
+        prepare(tmp_path / "other", config, ["ingest"])
+    (source / "empty.png").unlink()
+    shutil.copy(source / "zebra-008.png", source / "zebra-007.png")
+    capsys.readouterr()
+    prepare(tmp_path / "other", config, ["ingest"])
+    shown = capsys.readouterr().out
+    assert " new" not in shown
+    assert "1 gone: empty\n" in shown
+    assert "1 changed: zebra-007\n" in shown
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_interruptions_and_workers_do_not_change_a_byte(
     before: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +180,7 @@ def test_random_clusters_are_made_again_with_a_sentence(
 def test_a_dry_run_shows_the_change(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = copied(before, tmp_path, "zebra")
     assert cli.main(["prepare", str(run), "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("the source has changed") == 7
+    assert capsys.readouterr().out.count("the source has changed") == 6
     assert (run / "data/ingest/manifest.json").is_file()
 
 
@@ -197,7 +226,7 @@ def test_after_a_reject_is_removed_the_same_command_goes_on(tmp_path: Path, deco
     source, run = write_shapes(tmp_path / "shapes", OLD), tmp_path / "run"
     config = write_run(run, source, **{**SETTINGS, "data": {"max_rejects": 0}})
     for _ in range(2):
-        with pytest.raises(AtollError, match="fix or remove them and run the same command again"):
+        with pytest.raises(AtollError, match="Fix or remove them and run the same command again"):
             prepare(run, config)
     (source / "broken.png").unlink()
     (source / "broken.txt").unlink()

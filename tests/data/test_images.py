@@ -57,6 +57,20 @@ def test_every_format_is_decoded(kind: str, options: dict[str, object], toleranc
     assert np.abs(pixels(found) - pixels(decode(encoded(gradient()), 16))).max() <= tolerance
 
 
+def test_heic_is_decoded_upright_or_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pillow_heif")
+    assert images._formats()[-1] == "HEIF"
+    turned, exif = gradient(), Image.Exif()
+    exif[0x0112] = 6
+    turned.info["exif"] = exif.tobytes()
+    data = encoded(turned, "HEIF", quality=-1)
+    assert image_size(data) == (32, 48)
+    upright = pixels(decode(encoded(gradient().transpose(Image.Transpose.ROTATE_270)), 16))
+    assert np.abs(pixels(decode(data, 16)) - upright).max() <= 6
+    monkeypatch.setattr(images, "_formats", lambda: images.FORMATS)
+    assert reason(data) == "HEIC needs a package: pip install 'atoll[heic]', or convert it to JPEG"
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(orientation: int) -> None:
     turns = {

@@ -32,12 +32,14 @@ def files(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
+def rejected(run: Path) -> list[str]:
+    return [line.split("\t")[0] for line in (run / "data/ingest/rejected.txt").read_text().splitlines()]
+
+
 def test_readable_images_are_indexed_and_others_are_listed_with_the_reason(prepared: Path) -> None:
     index = pq.read_table(prepared / "data/ingest/images.parquet").to_pydict()
-    rejected = pq.read_table(prepared / "data/ingest/rejected.parquet").to_pylist()
     assert len(index["id"]) == len(set(index["id"])) == 99
-    assert [row["id"] for row in rejected] == ["broken"]
-    assert "0 bytes" in rejected[0]["reason"]
+    assert (prepared / "data/ingest/rejected.txt").read_text() == "broken.png\tthe file is empty (0 bytes)\n"
     assert set(index["split"]) == {"train", "validation"}
     assert index["captions"][index["id"].index("circle-003")] == ["a circle with the number 3"]
 
@@ -46,13 +48,43 @@ def test_too_many_unusable_images_are_an_error(tmp_path: Path, shapes: Path) -> 
     config = write_run(tmp_path / "run", shapes, data={"max_rejects": 0.005})
     with pytest.raises(AtollError, match=r"1 of 100 images are unusable, more than data.max_rejects = 0.005 allows"):
         prepare(tmp_path / "run", config, ["ingest"])
-    assert pq.read_table(tmp_path / "run/data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
+    assert rejected(tmp_path / "run") == ["broken.png"]
     prepare(
         tmp_path / "run",
         config.model_copy(update={"data": config.data.model_copy(update={"max_rejects": 0.01})}),
         ["ingest"],
     )
     assert (tmp_path / "run/data/ingest/manifest.json").is_file()
+
+
+def test_an_error_names_ten_unusable_files_and_a_text_file_lists_all(tmp_path: Path) -> None:
+    source, run = write_shapes(tmp_path / "shapes", 30), tmp_path / "run"
+    (source / "Äpfel & Birnen").mkdir()
+    for number in range(12):
+        (source / f"Äpfel & Birnen/photo {number:02d}.JPG").write_text("no image")
+    with pytest.raises(AtollError) as error:
+        prepare(run, write_run(run, source), ["ingest"])
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("13 of 43 images are unusable")
+    assert [line.partition(":")[0] for line in lines[1:12]] == [
+        *("  broken.png", *(f"  Äpfel & Birnen/photo {number:02d}.JPG" for number in range(9)), "  and 3 more")
+    ]
+    assert str(run / "data/ingest/rejected.txt") in lines[12]
+    assert len(rejected(run)) == 13
+
+
+def test_a_dry_run_lists_the_source_and_ignored_files_before_it_needs_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, run = write_shapes(tmp_path / "shapes", 9), tmp_path / "run"
+    for name in ("film.mp4", "Thumbs.db", "README", "another.MP4", "alone.txt", ".DS_Store"):
+        (source / name).write_text("not an image")
+    write_run(run, source, latents={"autoencoder": str(tmp_path / "absent")}, data={"buckets": "auto"})
+    assert cli.main(["prepare", str(run), "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert "10 images" in shown.out
+    assert "ignored files: 1 .db, 2 .mp4, 1 .txt, 1 without a suffix" in shown.out
+    assert "absent" in shown.err
 
 
 def test_repaired_images_are_read_again(tmp_path: Path) -> None:
@@ -65,7 +97,7 @@ def test_repaired_images_are_read_again(tmp_path: Path) -> None:
         prepare(run, config, ["ingest"])
     (source / "circle-000.png").write_bytes(good)
     prepare(run, config, ["ingest"])
-    assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken"]
+    assert rejected(run) == ["broken.png"]
 
 
 def test_contact_sheets_omit_unreadable_images(tmp_path: Path) -> None:
@@ -74,7 +106,7 @@ def test_contact_sheets_omit_unreadable_images(tmp_path: Path) -> None:
     (source / "metadata.jsonl").write_text('{"file_name": "circle-000.jpg", "text": "a circle"}')
     config = write_run(run, source, clusters={"method": "random"}, data={"max_rejects": 0.1})
     prepare(run, config, ["ingest"])
-    assert pq.read_table(run / "data/ingest/rejected.parquet")["id"].to_pylist() == ["broken", "circle-000.jpg"]
+    assert rejected(run) == ["broken.png", "circle-000.jpg"]
     size = (source / "circle-003.png").stat().st_size
     (source / "circle-003.png").write_bytes(bytes(size))
     with pytest.warns(UserWarning, match="a router cannot learn"):
@@ -139,8 +171,8 @@ def test_preparing_again_changes_nothing(prepared: Path, capsys: pytest.CaptureF
     before = files(prepared)
     assert cli.main(["prepare", str(prepared)]) == 0
     assert files(prepared) == before
-    states = {stage.name: "already done" for stage in STAGES} | {"patches": "features.patch_dimensions is 0"}
-    assert capsys.readouterr().out.splitlines() == [f"{name}: {state}" for name, state in states.items()]
+    shown = [f"{stage.name}: already done" for stage in STAGES if stage.name != "patches"]  # not needed
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_scratch_of_a_job_killed_right_after_its_commit_is_removed(prepared: Path) -> None:
@@ -327,10 +359,10 @@ def test_a_dry_run_shows_the_source_and_does_nothing(
     assert shown.count("to do") == 6
     assert cli.main(["prepare", str(run), "--dry-run", "--json", "--text.encoder", "none"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [(step["stage"], step["state"]) for step in plan][-4:] == [
-        ("patches", "not needed: features.patch_dimensions is 0"),
+    # Neither patches nor text are needed.
+    assert [(step["stage"], step["state"]) for step in plan][2:] == [
+        ("latents", "to do"),
         ("clusters", "to do"),
-        ("text", "not needed: text.encoder is none"),
         ("shards", "to do"),
     ]
     assert files(run) == before

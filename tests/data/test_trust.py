@@ -246,15 +246,39 @@ def test_prepare_lists_attacks_as_rejects_and_continues(kind: str, tmp_path: Pat
     run = tmp_path / "run"
     prepare(run, configured(write(tmp_path / "source")), ["ingest"])
     images = pq.read_table(run / "data/ingest/images.parquet")
-    rejected = pq.read_table(run / "data/ingest/rejected.parquet")
+    rejected = [line.split("\t") for line in (run / "data/ingest/rejected.txt").read_text().splitlines()]
     expected = {"links": {"good", "own"}, "bombs": {"good"}}.get(kind)
     assert expected is None or set(images["id"].to_pylist()) == expected
     assert len(rejected) >= 9
-    assert rejected["reason"].null_count == 0
+    assert all(len(line) == 2 and line[1] for line in rejected)
     assert all(hostile.SECRET not in file.read_bytes() for file in run.rglob("*") if file.is_file())
 
 
 # Models
+
+
+def test_a_path_that_does_not_exist_is_not_asked_for_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    import atoll
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/mine").mkdir(parents=True)
+
+    def ask(*given: object, **_: object) -> None:
+        raise AssertionError(f"the hub was asked for {given}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.setattr(datasets, "load_dataset", ask)
+    with pytest.raises(AtollError, match=r"runs/nope: no such folder; runs has mine\. For the model"):
+        atoll.load("runs/nope")
+    with pytest.raises(AtollError, match=r"runs/nope: no such folder; runs has mine\. For the dataset"):
+        open_source("runs/nope")
+    for name in ("Meine Fotos", "photos", "a/b/c"):
+        with pytest.raises(AtollError, match=f"{name}: no such file or folder"):
+            open_source(name)
 
 
 def test_a_bare_name_is_a_name_on_the_hub(

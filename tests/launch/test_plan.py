@@ -182,6 +182,25 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def test_overrides_of_the_first_launch_are_written_into_the_settings(
+    fresh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cluster in range(3):
+        commit(fresh, layout.shards(cluster))
+    kinds = ("--jobs", "experts", "--experts", "1")
+    assert main(["launch", str(fresh), *kinds, "--train.total_images", "2048", "--print"]) == 0
+    assert configuration.load(fresh).train.total_images != 2048
+    commit(fresh, layout.final("experts/001"))  # nothing is left to do
+    (fresh / "experts").rename(fresh / "later")
+    assert main(["launch", str(fresh), "--jobs", "prepare", "--experts", "1", "--train.total_images", "2048"]) == 0
+    assert f"written into {fresh}/atoll.yaml: train.total_images 2048\n" in capsys.readouterr().err
+    assert configuration.load(fresh).train.total_images == 2048
+    (fresh / "later").rename(fresh / "experts")
+    assert main(["launch", str(fresh), *kinds, "--train.total_images", "4096"]) == 0
+    assert "for the jobs of this launch only: train.total_images 4096\n" in capsys.readouterr().err
+    assert configuration.load(fresh).train.total_images == 2048
+
+
 def test_print_shows_every_command_and_submits_nothing(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(fresh.rglob("*"))
     text = printed(capsys, str(fresh), "--on", "local", "--island.processes", "2", "--island.cores", "6")

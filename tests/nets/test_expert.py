@@ -4,6 +4,7 @@ import torch
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Expert, build, load_network, save_network
+from atoll.nets.io import load_initial
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "in_channels": 4}
 DESCRIPTIONS = {
@@ -54,6 +55,18 @@ def test_diffusers_models_are_experts(kind, tmp_path):
     torch.testing.assert_close(expert(x, torch.tensor(20.0))[:1], null[:1], atol=1e-5, rtol=1e-4)
     save_network(expert, tmp_path)
     torch.testing.assert_close(load_network(tmp_path)(x, timestep, condition()), output)
+
+
+@pytest.mark.parametrize("kind", DESCRIPTIONS)
+def test_training_starts_from_a_diffusers_folder_of_a_wrapped_class(kind, tmp_path):
+    torch.manual_seed(0)
+    expert = build(read_network({"_class_name": kind, **DESCRIPTIONS[kind]}))
+    expert.model.save_pretrained(tmp_path, max_shard_size="10KB")  # several files
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = load_initial(tmp_path)
+    assert type(found) is type(expert)
+    for name, tensor in expert.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], tensor)
 
 
 @torch.no_grad()

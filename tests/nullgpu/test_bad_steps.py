@@ -49,7 +49,7 @@ class Recorder:
     def on_checkpoint(self, checkpoint: Artifact) -> None:
         self.checkpoints.append(int(checkpoint.folder.name))
 
-    def begin(self, check: StepCheck, step: list[tuple[Tensor, Tensor]], norm: Tensor) -> Tensor:
+    def begin(self, check: StepCheck, step: list[tuple[Tensor, Tensor]], norm: Tensor, mean: Tensor) -> Tensor:
         number = len(self.found_inf) + 1
         for loss, _ in step:
             loss.copy_(torch.ones(loss.shape))
@@ -60,7 +60,7 @@ class Recorder:
             self.images = check._task.shards.ids(step[0][1].tolist())
             step[0][0].copy_(values) if self.bad == "loss" else norm.copy_(torch.tensor(torch.inf))
         with nullgpu.HostComputed():
-            return begin(check, step, norm)
+            return begin(check, step, norm, mean)
 
     def update(self, parameters: list[Tensor], *_: Any, found_inf: Tensor, **__: Any) -> None:
         assert found_inf.is_cuda
@@ -80,7 +80,7 @@ def test_a_bad_step_is_never_applied_and_never_saved(
 ) -> None:
     """It is step 5. Checkpoints come one step before it, at the same step, or at every step."""
     recorder = Recorder(bad)
-    monkeypatch.setattr(StepCheck, "begin", lambda check, step, norm: recorder.begin(check, step, norm))
+    monkeypatch.setattr(StepCheck, "begin", lambda check, *given: recorder.begin(check, *given))
     monkeypatch.setattr(torch, "_fused_adamw_", recorder.update)
     folders = [own_run / f"experts/000/checkpoints/{BATCH * number:012d}" for number in saved]
     newest = folders[-1] if folders else "none"

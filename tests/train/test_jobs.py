@@ -21,6 +21,7 @@ from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS
+from atoll.core.networks import DiffusersConfig
 from atoll.data.dataset import Batch, Shards
 from atoll.data.density import DENSITY_FILE, Density, fit_density
 from atoll.data.prepare import prepare
@@ -28,7 +29,7 @@ from atoll.data.shapes import DataShapes
 from atoll.experts.expert import DeviceOptions, condition_of, open_expert
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import validate
-from atoll.nets import Condition, concatenate, load_network, save_network
+from atoll.nets import Condition, build, concatenate, load_network, save_network
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.distill import StudentTask
 from atoll.train.tasks import ExpertTask, RouterTask, TrainingInputs
@@ -276,6 +277,26 @@ def test_each_expert_can_have_its_initial_weights(trained_experts: Path) -> None
     for wrong in ("3", "{first: somewhere}", "{0: 1}"):
         with pytest.raises(AtollError, match=r"train.init_from: expected a folder, or \{default: FOLDER, 3: FOLDER\}"):
             config.load(trained_experts, {"train.init_from": wrong})
+
+
+def test_a_diffusers_network_has_the_channels_of_the_data_and_starts_from_a_diffusers_folder(
+    new_run: Copy, tmp_path: Path
+) -> None:
+    small = {
+        "_class_name": "SD3Expert", "sample_size": 32, "num_layers": 1, "num_attention_heads": 2,
+        "attention_head_dim": 8, "caption_projection_dim": 16, "joint_attention_dim": 384, "pooled_projection_dim": 384,
+        "pos_embed_max_size": 16,
+    }  # fmt: skip
+    run = new_run(networks={0: small})
+    network = resolve_job(run, config.load(run), "expert", expert=0).network
+    assert isinstance(network, DiffusersConfig)
+    assert (network.fields["in_channels"], network.fields["out_channels"]) == (3, 3)
+    model = build(network).model
+    model.save_pretrained(tmp_path / "released")
+    spec = resolve_job(run, config.load(run, {"train.init_from": str(tmp_path / "released")}), "expert", expert=1)
+    found = build_task(spec).network.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[f"model.{name}"], tensor)
 
 
 def test_a_diffusers_unet_can_be_trained(new_run: Copy) -> None:

@@ -6,8 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
+from atoll.core import config
+from atoll.core.artifacts import Artifact
+from atoll.core.metrics_file import MetricsLine, progress_of
+from atoll.train import metrics_logger
+from atoll.train.job import train_job
 from atoll.train.metrics_logger import truncate_metrics
 from atoll.train.previews import grid
+from atoll.train.spec import resolve_job
 from train.conftest import Copy
 from train.workers import finish, metrics
 
@@ -42,6 +50,33 @@ def test_metrics_have_images_steps_losses_and_rates(new_run: Copy) -> None:
         present = [value for value in line["loss_by_time"] if value is not None]
         assert min(present) <= line["loss"] <= max(present)
     assert lines[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_a_job_shows_its_loss_between_two_lines_of_metrics(new_run: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_logger, "_PROGRESS_SECONDS", -1.0)  # after every step
+    run = new_run(train={"total_images": 64, "log_every": 64})
+    found: list[MetricsLine | None] = []
+
+    class Reader:
+        def on_step(self, images: int) -> bool:
+            found.append(progress_of(run / "experts/000"))
+            if images == 32:
+                (line,) = (line for line in status(Store.open(run)) if line.job == "experts/000")
+                assert found[-1] is not None
+                assert (line.state, line.images, line.loss, line.lr) == ("running", 32, found[-1].loss, found[-1].lr)
+            return False
+
+        def on_checkpoint(self, checkpoint: Artifact) -> None: ...
+
+    train_job(resolve_job(run, config.load(run), "expert", expert=0), Reader())
+    assert [line and line.images for line in found] == list(range(8, 72, 8))
+    (logged,) = metrics(run, "experts/000")
+    last = found[-1]
+    assert last is not None
+    # Before the number of steps over which it is averaged, the shown loss is the mean of all.
+    assert last.loss == pytest.approx(logged["loss"], rel=1e-5)
+    assert (last.lr, last.total, last.text) == (logged["lr"], 64, f"loss {logged['loss']:.4g} lr {logged['lr']:.1e}")
+    assert not (run / "experts/000/progress.json").exists(), "the last line of the metrics has replaced it"
 
 
 def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import tyro
 from atoll.cli import evaluate, launch, models, sample, share, start, studio, train
 from atoll.cli.verb import Configured, Verb
 from atoll.core import disk
+from atoll.core.config import absolute_source
 from atoll.core.errors import AtollError, unknown
 from atoll.core.version import __version__
 
@@ -130,6 +131,9 @@ def parse(name: str, arguments: list[str]) -> Verb:
         if following is None:
             raise AtollError(f"{option} needs a value: {option} VALUE")
         overrides[option.removeprefix("--")] = following
+    if "data.source" in overrides:
+        here = absolute_source(overrides["data.source"], Path.cwd(), kind=overrides.get("data.kind"))
+        overrides["data.source"] = here
     verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=TYRO_CONFIG)
     if isinstance(verb, Configured):
         verb.overrides = overrides

@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 from atoll.cli.verb import Overrides, RunFolder
 from atoll.core import config as configuration
+from atoll.core import layout
 
 
 @dataclass
@@ -51,6 +52,16 @@ examples:
         """Submit the jobs, or print them."""
         run = self.folder.resolve()
         config = configuration.load(run, self.overrides)
+        if not self.print and config != configuration.load(run):
+            given = ", ".join(f"{key} {value}" for key, value in self.overrides.items())
+            # Before the first job, overrides become the settings of the run, so that later commands need not repeat
+            # them. Afterwards, finished and unfinished jobs may differ.
+            if layout.jobs(run):
+                print(f"for the jobs of this launch only: {given}", file=sys.stderr, flush=True)
+            else:
+                configuration.store(run, self.overrides)
+                self.overrides = {}
+                print(f"written into {self.folder / layout.CONFIG_FILE}: {given}", file=sys.stderr, flush=True)
         from atoll.apps.launch.launch import LAUNCHERS, names_of, show, submit
         from atoll.apps.launch.launcher import LaunchSettings
         from atoll.apps.launch.steps import LaunchRequest

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -75,6 +76,8 @@ class Init:
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(configuration.to_yaml(config, NOTES.get(preset)), encoding="utf-8")
         print(f"wrote {file} from preset {preset!r}; check it with: atoll config {self.folder}")
+        if (source := config.data.source).startswith("/") and not glob(source):
+            print(f"note: data.source does not exist: {source}")
 
     def check_base(self, base: str) -> configuration.Config:
         """Check a base model, print what was found, and return the settings of a run on it."""
@@ -170,14 +173,18 @@ class Prepare:
         """Print the plan."""
         from atoll.data.prepare import open_job, plan, stages_of
         from atoll.data.sources.source import describe, survey
+        from atoll.data.stages.ingest import open_configured
 
-        job = open_job(self.folder, config)
+        # The source first: the stages may need networks that must be downloaded.
+        source = open_configured(config.data)
+        if not self.json:
+            describe(survey(source))
+        job = open_job(self.folder, config, source)
         steps = [step for step in plan(job) if not self.stage or step["stage"] in self.stage]
         if self.json:
             print(json.dumps(steps))
             return
-        describe(survey(job.source))
         for step in steps:
-            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']:<28} {self.folder / step['folder']}")
+            print(f"{step['stage']:<9} {step['state']:<22} {step['uses']}")
         for note in filter(None, (stage.note() for stage in stages_of(job))):
             print(f"note: {note}")

@@ -5,6 +5,7 @@ valid one. `--section.key VALUE` on any verb that reads a run overrides the file
 and the command line share one validation. `to_yaml` writes the file with a comment for every key.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -17,6 +18,7 @@ from atoll.core import config_sections as sections
 from atoll.core.config_sections import NAMED_OBJECTIVES, ExpertKey, NetworkChoice, ObjectiveSection, Section
 from atoll.core.errors import AtollError, nearest
 from atoll.core.layout import CONFIG_FILE, JobKind
+from atoll.core.names import HUB_NAME
 from atoll.core.networks import base_name
 
 
@@ -138,15 +140,55 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def load(run: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
-    """Read `RUN/atoll.yaml`, apply dotted overrides and validate the result."""
+    """Read `RUN/atoll.yaml`, apply dotted overrides and validate the result.
+
+    A relative `data.source` in the file is relative to the run.
+    """
     file = Path(run) / CONFIG_FILE
+    values = _read(file)
+    data = values.get("data") if isinstance(values, dict) else None
+    if isinstance(data, dict) and isinstance(data.get("source"), str):
+        source = absolute_source(data["source"], Path(run), kind=data.get("kind"))
+        values = {**values, "data": {**data, "source": source}}
+    return resolve(values, overrides or {}, source=str(file))
+
+
+def _read(file: Path) -> Any:
     if not file.is_file():
-        raise AtollError(f"{file}: no such file; write one with: atoll init {run}")
+        raise AtollError(f"{file}: no such file; write one with: atoll init {file.parent}")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, ValueError) as error:
         raise AtollError(f"{file}: not readable as YAML: {error}") from error
-    return resolve(values or {}, overrides or {}, source=str(file))
+
+
+def absolute_source(source: str, folder: Path, kind: object = None) -> str:
+    """Return the absolute path of a source that is relative to a folder; names on the hub and emoji stay as they are.
+
+    So what a run is made from does not depend on the folder in which a later command runs.
+    """
+    if source.partition(":")[0] == "emoji" or HUB_NAME.fullmatch(source):
+        return source
+    path = Path(os.path.abspath(folder / Path(source).expanduser()))
+    return source if kind == "datasets" and not path.exists() else str(path)
+
+
+def store(run: Path, overrides: Mapping[str, str]) -> None:
+    """Write overrides into atoll.yaml. Other lines and comments stay as they are, if a line has the value of a key."""
+    file = run / CONFIG_FILE
+    for dotted, given in overrides.items():
+        text, keys, value = file.read_text(encoding="utf-8"), dotted.split("."), _from_text(given)
+        node: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
+        for key in keys:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            node = next((below for name, below in pairs if name.value == key), None)
+        if node is None or node.start_mark.line != node.end_mark.line:
+            text = to_yaml(resolve(_with_override(_read(file), keys, value), source=str(file)))
+        else:
+            start, end = node.start_mark.index, node.end_mark.index
+            space = " " if text[start - 1] == ":" else ""  # the key had no value
+            text = f"{text[:start]}{space}{_inline(value)}{text[end:]}"
+        file.write_text(text, encoding="utf-8")
 
 
 def resolve(values: object, overrides: Mapping[str, str] | None = None, source: str = "config") -> Config:

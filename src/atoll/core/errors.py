@@ -1,7 +1,7 @@
 """Errors for users: what is wrong, what was expected, and the most similar valid name."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -25,6 +25,17 @@ def first_line(error: BaseException) -> str:
 def wrong_fields(error: "ValidationError", limit: int = 3) -> str:
     """Return what is wrong with a pydantic model, one phrase for each of its first `limit` wrong fields."""
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:limit])
+
+
+def shown(text: str) -> str:
+    """Return a text of strangers, such as a file name, without what a terminal would obey or break a line at."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Return names for a message: the first ones, and the number of the others."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(map(shown, names[:limit])) + more
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
     RUN/{experts/003,router,start,monolith,student,merged}    one folder for each job
-        metrics.jsonl, grids/                       training metrics and preview images
+        metrics.jsonl, progress.json, grids/        training metrics, their current state, and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
     RUN/samples                                     images of `atoll sample`
@@ -28,7 +28,7 @@ CONFIG_FILE = "atoll.yaml"
 ROOTS, SNAPSHOTS = "root", "snapshot"
 REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, PROGRESS_FILE = "metrics.jsonl", "progress.json"
 
 DATA = "data"
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"

@@ -1,12 +1,16 @@
 """Reader of metrics.jsonl: the training metrics of a job, one JSON object per line.
 
 A job appends to the file while other processes read it, so the last line may be incomplete. It is skipped.
+
+Between two lines, progress.json has the current state of the job in the same format.
 """
 
 import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atoll.core.layout import METRICS_FILE, PROGRESS_FILE
 
 TAIL_BYTES = 1 << 16
 """How much of the end of the file is read to find its last complete line. A line has about 1 kB, so 64 kB suffice."""
@@ -25,6 +29,19 @@ class MetricsLine(BaseModel):
     """Training speed since the line before."""
     total: int | None = None
     """Images to train on in all."""
+    lr: float | None = None
+    """Learning rate."""
+
+    @property
+    def text(self) -> str:
+        """Loss and learning rate, for people."""
+        return f"loss {self.loss:.4g}" + ("" if self.lr is None else f" lr {self.lr:.1e}")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time left at the current speed; None if it is unknown."""
+        known = self.total is not None and self.images_per_second > 0
+        return max(0, (self.total or 0) - self.images) / self.images_per_second if known else None
 
 
 def parse_lines(data: bytes) -> list[MetricsLine]:
@@ -52,3 +69,12 @@ def last_line(file: Path) -> MetricsLine | None:
         # Two lines, since the last one may be incomplete.
         complete = parse_lines(b"\n".join(stream.read().splitlines()[-2:]))
     return complete[-1] if complete else None
+
+
+def progress_of(folder: Path) -> MetricsLine | None:
+    """Return the current state of a job by its folder; None if it has not begun."""
+    try:
+        found = parse_lines((folder / PROGRESS_FILE).read_bytes())
+    except FileNotFoundError:
+        found = []
+    return found[0] if found else last_line(folder / METRICS_FILE)

@@ -1,6 +1,10 @@
 """Names that people type: objectives, solvers, stages, splits. No torch here: the command line imports this module."""
 
+import re
 from typing import Literal, TypedDict, get_args
+
+HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+"""A name on the Hugging Face hub, `owner/name`."""
 
 ScheduleName = Literal["linear", "cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine", "edm"]
 Prediction = Literal["velocity", "epsilon", "x0", "v_prediction", "score"]

@@ -6,7 +6,7 @@ No torch here: the configuration of a run is checked with these before any netwo
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, field, fields
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, ValidationError
 from pydantic.dataclasses import dataclass
@@ -39,7 +39,14 @@ NormKind = Literal["layer", "rms"]
 MlpKind = Literal["gelu", "swiglu"]
 DEFAULT_NAME = "DiT-XS/2"
 DiffusersName = Literal["PixArtExpert", "DiTExpert", "SD3Expert", "UNetExpert"]
-DIFFUSERS_EXPERTS: tuple[str, ...] = get_args(DiffusersName)
+DIFFUSERS_CLASSES: dict[str, str] = {
+    "PixArtExpert": "PixArtTransformer2DModel",
+    "DiTExpert": "DiTTransformer2DModel",
+    "SD3Expert": "SD3Transformer2DModel",
+    "UNetExpert": "UNet2DModel",
+}
+"""The class of diffusers that each adapter wraps."""
+DIFFUSERS_EXPERTS: tuple[str, ...] = tuple(DIFFUSERS_CLASSES)
 """Classes of experts that wrap a diffusers model."""
 BASE = "base:"
 """What the name of a base model begins with, where an autoencoder or a text encoder is named."""
@@ -369,6 +376,14 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
         known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
         raise AtollError(unknown("kind of network", kind, known))
     return DiffusersConfig(kind, {name: value for name, value in values.items() if name != CLASS_NAME})
+
+
+def adapted(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a diffusers model as that of its adapter; any other one unchanged."""
+    name = next((own for own, other in DIFFUSERS_CLASSES.items() if other == values.get(CLASS_NAME)), None)
+    if name is None:
+        return values
+    return {CLASS_NAME: name, **{key: value for key, value in values.items() if not key.startswith("_")}}
 
 
 def _read(value: object) -> object:

@@ -10,7 +10,7 @@ import io
 import struct
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,12 @@ from atoll.core.sizes import Size
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 """Supported formats. Others are excluded on purpose: some of Pillow's readers start external programs."""
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm"})
+SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm", ".heic", ".heif"}
+)
 """File name suffixes by which images are found. The format is then detected from the content."""
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
+"""What follows `ftyp` in the photographs of phones."""
 
 
 MAX_PIXELS = 89_478_485
@@ -137,13 +141,26 @@ def fit(image: Image.Image, size: Size, ratio: Size | None = None) -> Image.Imag
     return image.resize((size.width, size.height), Image.Resampling.LANCZOS)
 
 
+@cache
+def _formats() -> tuple[str, ...]:
+    """Return the formats that can be read here: also HEIC if its package is installed."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return FORMATS
+    register_heif_opener(thumbnails=False)
+    return (*FORMATS, "HEIF")
+
+
 def _open(data: bytes) -> Image.Image:
     """Return an image whose header is checked, and whose pixels are not decoded."""
     if not data:
         raise BadImage("the file is empty (0 bytes)")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
+        if data[4:8] == b"ftyp" and data[8:12] in _HEIC_BRANDS and "HEIF" not in _formats():
+            raise BadImage("HEIC needs a package: pip install 'atoll[heic]', or convert it to JPEG") from None
         raise BadImage(f"not an image in a supported format; it starts with {data[:12]!r}") from None
     except Image.DecompressionBombError as error:
         raise BadImage(f"probably a decompression bomb: {error}") from error

@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Content, Manifest, to_json
 from atoll.core.config_sections import DataSection
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, listed
 from atoll.core.manifests import INGEST, IngestContent
 from atoll.core.sizes import Size
 from atoll.data.buckets import choose_sizes
 from atoll.data.chunks import Chunks, read_rows, row_counts
 from atoll.data.sources.source import Source, SourceImage, describe, survey
 
-IMAGES, REJECTED, CHUNKS, LISTING = "images.parquet", "rejected.parquet", "chunks.json", "listing.json"
+IMAGES, REJECTED, CHUNKS, LISTING = "images.parquet", "rejected.txt", "chunks.json", "listing.json"
 PARTS = "parts/{}.parquet"
 """One table per chunk, with readable and rejected images, by the key of the chunk."""
 BEFORE = ".before.json"
@@ -81,13 +81,15 @@ class Listing(Content):
         describe(found)
         if not found.images:
             raise AtollError(f"{data.source} has no images; change data.source")
-        try:
-            before = Before.model_validate(artifact.read_json(BEFORE))
-        except FileNotFoundError:
+        if (before := Before.find(artifact)) is None:
             sizes = tuple(map(str, choose_sizes(data, source, images=found.images, multiple=multiple)))
         else:
             # The sizes of a source that has changed stay the same, because unchanged chunks have them.
-            sizes, lengths = before.sizes, before.cut(artifact, source, data.chunk)
+            sizes, (lengths, new, gone) = before.sizes, before.cut(artifact, source, data.chunk)
+            if new and before.complete:
+                print(f"{len(new):,} new: {listed(new)}", flush=True)
+            if gone:
+                print(f"{len(gone):,} gone: {listed(gone)}", flush=True)
         made = cls(images=found.images, train=found.train, labels=found.labels, sizes=sizes, lengths=lengths)
         # Several workers may list the source at the same time. The first file counts for all of them.
         artifact.create(LISTING, to_json(made.model_dump(exclude_none=True)))
@@ -100,23 +102,40 @@ class Before(Content):
     sizes: tuple[str, ...]
     keys: tuple[str, ...]
     """Keys of its chunks, in their order."""
+    complete: bool
+    """Whether all of its chunks were read."""
 
-    def cut(self, artifact: Artifact, source: Source, size: int) -> tuple[int, ...]:
+    @classmethod
+    def find(cls, artifact: Artifact) -> "Before | None":
+        """Return the source before it changed; None if it did not."""
+        try:
+            return cls.model_validate(artifact.read_json(BEFORE))
+        except FileNotFoundError:
+            return None
+
+    def cut(self, artifact: Artifact, source: Source, size: int) -> tuple[tuple[int, ...], list[str], list[str]]:
         """Return the lengths of the chunks of the source, at most `size`, which begin where they began before.
 
-        So images that were added or removed change the chunk that they are in, and not the ones after it.
+        So images that were added or removed change the chunk that they are in, and not the ones after it. Their ids
+        are returned, too.
         """
-        files = (artifact.path(PARTS.format(key)) for key in self.keys)
-        tables = (pq.read_table(file, columns=["id"]) if file.is_file() else None for file in files)
-        chunk_of = {id: n for n, table in enumerate(tables) if table for id in table["id"].to_pylist()}
-        lengths, furthest = [0], -1
+        chunk_of = {row["id"]: number for number, row in self.rows(artifact, ["id"])}
+        lengths, furthest, new = [0], -1, []
         for image in source.images():
-            old = chunk_of.get(image.id, -1)
+            old = chunk_of.pop(image.id, -1)
+            new += [image.id] if old < 0 else []
             if lengths[-1] == size or (lengths[-1] and old > furthest):
                 lengths.append(0)
             furthest = max(furthest, old)
             lengths[-1] += 1
-        return tuple(lengths)
+        return tuple(lengths), new, list(chunk_of)
+
+    def rows(self, artifact: Artifact, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the images of the source before, readable or not, each with the number of its chunk."""
+        for number, key in enumerate(self.keys):
+            file = artifact.path(PARTS.format(key))
+            for row in pq.read_table(file, columns=columns).to_pylist() if file.is_file() else ():
+                yield number, row
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from torch import Tensor
 from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import DataSection
 from atoll.core.device import Download
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, listed
 from atoll.core.progress import progress
 from atoll.core.sizes import Size, nearest_size, upscaling
 from atoll.data.chunks import Chunks, WorkerShare, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
-from atoll.data.index import BEFORE, PARTS
+from atoll.data.index import PARTS, Before
 from atoll.data.sources.source import SourceImage
 from atoll.data.stages import ingest
 from atoll.data.stages.stage import EncoderStage, PassEncoder, PrepareJob, Stage
@@ -232,13 +232,19 @@ def _known_keys(job: PrepareJob, stages: Sequence[Stage], parts: Chunks, worker:
     If the source has changed, or the index was deleted, the unchecked chunks of this worker are hashed: this takes
     reading their images, but no decoding and no network.
     """
-    keys = job.chunk_keys()
+    keys, before = job.chunk_keys(), Before.find(parts.artifact)
     unchecked = {chunk for chunk in worker.share(parts.count) if keys[chunk] is None}
-    changed = parts.artifact.path(BEFORE).is_file() or any(stage.artifact.manifest() for stage in stages)
-    if not (unchecked and changed):
+    if not unchecked or (before is None and not any(stage.artifact.manifest() for stage in stages)):
         return keys
+    different: dict[str, str] = {}
     for chunk, images in _chunk_images(job, parts, unchecked):
-        keys[chunk] = ingest.chunk_key(job, list(prefetch(images, ingest.image_digest, job.config.data.workers)))
+        digests = list(prefetch(images, ingest.image_digest, job.config.data.workers))
+        keys[chunk] = ingest.chunk_key(job, digests)
+        if not parts.artifact.path(PARTS.format(keys[chunk])).is_file():
+            different |= zip((image.id for image in images), digests, strict=True)
+    rows = before.rows(parts.artifact, ["id", "digest"]) if before and different else ()
+    if changed := [row["id"] for _, row in rows if different.get(row["id"], row["digest"]) != row["digest"]]:
+        print(f"{len(changed):,} changed: {listed(changed)}", flush=True)
     unchanged = sum(parts.artifact.path(PARTS.format(keys[chunk])).is_file() for chunk in unchecked)
     print(f"{unchanged} of {len(unchecked)} chunks are unchanged", flush=True)
     return keys

@@ -18,6 +18,7 @@ from atoll.data import one_pass
 from atoll.data.buckets import side_multiple
 from atoll.data.chunks import WHOLE, WorkerShare
 from atoll.data.index import Index, Listing
+from atoll.data.sources.source import Source
 from atoll.data.stages.clusters import ClustersStage
 from atoll.data.stages.features import FeaturesStage
 from atoll.data.stages.ingest import IngestStage, open_configured
@@ -40,11 +41,12 @@ STAGES: tuple[type[Stage], ...] = (
 """All stages, each after those whose artifacts it reads. The pass makes the first ones together."""
 
 
-def open_job(run: Path, config: Config) -> PrepareJob:
+def open_job(run: Path, config: Config, source: Source | None = None) -> PrepareJob:
     """Open the source that the configuration names, and the listing and the index of the run if it has them."""
+    source = source or open_configured(config.data)  # first: its errors need no network
     by_size = config.data.buckets != "off"
     multiple = side_multiple(config, downscaling(config.latents.autoencoder)) if by_size else 1
-    return PrepareJob(run, config, open_configured(config.data), multiple, Listing.find(run), Index.find(run))
+    return PrepareJob(run, config, source, multiple, Listing.find(run), Index.find(run))
 
 
 def stages_of(job: PrepareJob) -> list[Stage]:
@@ -119,15 +121,15 @@ def _check_ready(stage: Stage, *, made_now: Sequence[Stage] = ()) -> bool:
 
 
 def _report_if_done(stage: Stage) -> bool:
-    """Return whether a stage is done or not needed; if so, print that and remove leftover scratch files."""
-    reason = stage.unneeded()
-    if not stage.done() and reason is None:
+    """Return whether a stage is done or not needed; if it is done, print that and remove leftover scratch files."""
+    if stage.unneeded():
+        return True
+    if not stage.done():
         return False
-    if stage.first_missing() is None and reason is None:
-        for artifact, _ in stage.outputs():
-            # A job that was killed right after its commit has left scratch files behind.
-            artifact.sweep()
-    print(f"{stage.name}: {reason or 'already done'}", flush=True)
+    for artifact, _ in stage.outputs():
+        # A job that was killed right after its commit has left scratch files behind.
+        artifact.sweep()
+    print(f"{stage.name}: already done", flush=True)
     return True
 
 
@@ -152,9 +154,11 @@ def has_changed(job: PrepareJob) -> bool:
 
 
 def plan(job: PrepareJob) -> list[dict[str, str]]:
-    """Return name, state, main setting and folder of every stage."""
+    """Return name, state, main setting and folder of every stage that the run needs."""
     rows, changed, last = [], has_changed(job), job.config.clusters.count - 1
     for stage in stages_of(job):
+        if stage.unneeded():
+            continue
         state = "the source has changed" if changed else stage.state()
         folder = f"{stage.folder} … {last:03d}" if isinstance(stage, ShardsStage) and last else stage.folder
         rows.append({"stage": stage.name, "state": state, "uses": stage.uses(), "folder": folder})

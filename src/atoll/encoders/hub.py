@@ -1,13 +1,12 @@
 """Where networks are: names on the Hugging Face hub, local folders, and pip packages."""
 
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, listed
+from atoll.core.names import HUB_NAME
 from atoll.core.networks import BASE, LOCAL
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 BUILT_IN = frozenset({"efficientnet-lite0", "emoji", "pixels", "minilm", "none"})
 """Names in the settings of a run that stand for neither a folder nor a name on the hub."""
 
@@ -15,7 +14,7 @@ BUILT_IN = frozenset({"efficientnet-lite0", "emoji", "pixels", "minilm", "none"}
 def is_hub_name(name: str | Path) -> bool:
     """Return whether a text is a name on the hub, `owner/name`. A local folder of that name is `./owner/name`."""
     # Otherwise a folder that somebody placed into the working directory would replace the network of that name.
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and HUB_NAME.fullmatch(name) is not None
 
 
 def public_name(name: str) -> str:
@@ -39,6 +38,17 @@ def hint(name: str) -> str:
     if not (is_hub_name(name) and Path(name).is_dir()):
         return ""
     return f"{name} is a name on the hub; for the folder of that name here, write ./{name}"
+
+
+def check_here(name: str | Path, advice: str) -> None:
+    """Raise `AtollError` if a name on the hub is probably meant as a path: its first part is a folder here.
+
+    The names of somebody's folders are not sent to the hub.
+    """
+    folder = Path(name)
+    if is_hub_name(name) and folder.parent.is_dir() and not folder.exists():
+        others = listed(sorted(path.name for path in folder.parent.iterdir() if path.is_dir()))
+        raise AtollError(f"{name}: no such folder; {folder.parent} has {others or 'no folders'}. {advice}")
 
 
 def package_folder(module: str, missing: str) -> Path:

@@ -33,7 +33,7 @@ from atoll.core.artifacts import ArtifactKind, Content, Manifest, sha256_of, to_
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, RouterContent
-from atoll.core.networks import CLASS_NAME, BaseConfig, ConfigJson, NetworkConfig
+from atoll.core.networks import CLASS_NAME, DIFFUSERS_CLASSES, BaseConfig, ConfigJson, NetworkConfig
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, NetworkReference
 from atoll.nets import DiT, build, load_network, save_network
@@ -63,7 +63,7 @@ def write(folder: Path, network: nn.Module, content: NetworkContent, *, density:
     if isinstance(network, DiffusersExpert):
         inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
         fields = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
-        exact = inner, {CLASS_NAME: network.model_class, **fields}
+        exact = inner, {CLASS_NAME: DIFFUSERS_CLASSES[network.class_name], **fields}
     if exact is None:
         save_network(network, folder)  # type: ignore[arg-type]
     else:
@@ -168,7 +168,7 @@ class NetworkFolder:
         if isinstance(declared, BaseConfig):
             able = {ADAPTER if declared.lora else declared.network_class}
         elif own in KINDS or own == "DiT":
-            able |= {KINDS[own].model_class} if own in KINDS else set(LAYOUTS)
+            able |= {DIFFUSERS_CLASSES[own]} if own in KINDS else set(LAYOUTS)
         if able != {ADAPTER}:
             if not configuration.is_file():
                 raise AtollError(f"{configuration} is missing; copy the folder again")

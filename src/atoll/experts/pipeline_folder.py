@@ -19,7 +19,7 @@ from atoll.core.networks import LOCAL, BaseConfig, base_name
 from atoll.data.foreign_files import link_outside
 from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
-from atoll.encoders.hub import is_hub_name, local_folder
+from atoll.encoders.hub import check_here, is_hub_name, local_folder
 from atoll.encoders.pretrained import model_folder
 from atoll.experts.expert import Declaration, ModelReference
 from atoll.experts.network_folder import NetworkFolder, weights_file
@@ -142,6 +142,7 @@ def is_folder(source: str | Path) -> bool:
 
 def fetch(source: str | Path) -> Path:
     """Return the folder; download it first if `source` is a name on the hub."""
+    check_here(source, "For the model of this name on the hub, run the command in another folder")
     return model_folder(source if isinstance(source, str) else str(source.absolute()), PATTERNS).resolve()
 
 

@@ -35,6 +35,9 @@ def open_run(
     """
     if model != "experts":
         jobs, missing = [layout.model_job(model)], []
+        number, count = layout.expert_number(jobs[0]), configuration.load(run).clusters.count
+        if number is not None and number >= count and not (run / jobs[0]).is_dir():
+            raise AtollError(f"there is no {model} in {run}; it has {count} experts, expert:0 to expert:{count - 1}")
     else:
         # Experts of the configuration, and those that were added to the run beyond it.
         expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}

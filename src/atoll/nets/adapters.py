@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from atoll.core.networks import ConfigJson, DiffusersConfig, DiffusersName, NetworkConfig
+from atoll.core.networks import DIFFUSERS_CLASSES, ConfigJson, DiffusersConfig, DiffusersName, NetworkConfig
 from atoll.nets.conditioning import Condition, check_labels
 
 
@@ -30,14 +30,12 @@ class DiffusersExpert(nn.Module, ABC):
     """A diffusers model as an expert. Subclasses define how it takes its conditioning."""
 
     class_name: DiffusersName
-    model_class: str
-    """Name of the class in diffusers."""
 
     def __init__(self, **config: Any) -> None:
         import diffusers
 
         super().__init__()
-        self.model: Any = getattr(diffusers, self.model_class)(**config)
+        self.model: Any = getattr(diffusers, DIFFUSERS_CLASSES[self.class_name])(**config)
         self.channels: int = self.model.config.in_channels
 
     def forward(self, x: Tensor, timestep: Tensor, condition: Condition | None = None) -> Tensor:
@@ -80,7 +78,6 @@ class PixArtExpert(DiffusersExpert):
     """PixArt-alpha of diffusers, conditioned on text tokens."""
 
     class_name = "PixArtExpert"
-    model_class = "PixArtTransformer2DModel"
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"use_additional_conditions": False, **config})
@@ -100,7 +97,6 @@ class DiTExpert(DiffusersExpert):
     """DiT of diffusers, conditioned on class labels."""
 
     class_name = "DiTExpert"
-    model_class = "DiTTransformer2DModel"
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -121,7 +117,6 @@ class SD3Expert(DiffusersExpert):
     """
 
     class_name = "SD3Expert"
-    model_class = "SD3Transformer2DModel"
 
     def __init__(self, null_tokens: int = 1, **config: Any) -> None:
         super().__init__(**config)
@@ -152,7 +147,6 @@ class UNetExpert(DiffusersExpert):
     """
 
     class_name = "UNetExpert"
-    model_class = "UNet2DModel"
 
     def arguments(self, x: Tensor, condition: Condition) -> dict[str, Tensor | None]:
         """Return class labels if the network has them."""

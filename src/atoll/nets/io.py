@@ -13,7 +13,15 @@ from torch import Tensor
 
 from atoll.core import disk
 from atoll.core.errors import AtollError, first_line
-from atoll.core.networks import BaseConfig, DiTConfig, NetworkConfig, RouterConfig, read_network
+from atoll.core.networks import (
+    CLASS_NAME,
+    BaseConfig,
+    DiTConfig,
+    NetworkConfig,
+    RouterConfig,
+    adapted,
+    read_network,
+)
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.base import BaseExpert
 from atoll.nets.dit import DiT
@@ -158,6 +166,24 @@ def read_files(
         raise AtollError(f"{file}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = read_network(json.loads(bytes(read(CONFIG_FILE)) if read else file.read_bytes()))
     return config, tensors_of(read(WEIGHTS_FILE)) if read else read_weights(Path(folder) / WEIGHTS_FILE)
+
+
+def load_initial(folder: str | Path) -> DiT | Router | DiffusersExpert | BaseExpert:
+    """Load a network to start training from: one that `save_network` wrote, or a diffusers model of an adapter's class.
+
+    A diffusers model has no learned null condition, so that of the adapter is initialized at random.
+    """
+    values = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
+    if adapted(values) is values:
+        return load_network(folder)
+    import diffusers
+
+    network = build(read_network(adapted(values)))
+    assert isinstance(network, DiffusersExpert)
+    kind = getattr(diffusers, values[CLASS_NAME])
+    model = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True, trust_remote_code=False)
+    network.model.load_state_dict(model.state_dict())
+    return network
 
 
 def load_network(

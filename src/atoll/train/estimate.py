@@ -10,11 +10,14 @@ Only the configuration is needed: before the data is prepared, its shapes are pr
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -25,8 +28,9 @@ from atoll.core.config import Config
 from atoll.core.config_sections import TrainSection
 from atoll.core.device import compute_dtype, device
 from atoll.core.manifests import EXPERT, ObjectiveSpec
-from atoll.core.networks import BaseConfig, NetworkConfig, RouterConfig
+from atoll.core.networks import NetworkConfig, RouterConfig
 from atoll.core.presets import PUBLISHED, Published
+from atoll.core.progress import duration
 from atoll.data.shapes import DataShapes
 from atoll.ensemble.memory_plan import HEAP, activation_bytes, stream_size
 from atoll.experts.cost import BACKWARD, Cost, image_cost, measured_rate, parameter_count
@@ -41,6 +45,8 @@ from atoll.train.tasks import PREVIEW_CALIBRATION_IMAGES
 
 FLOAT, HALF = 4, 2
 DAY = 86_400
+WIDTH = 80
+"""Columns of the tables, for any terminal."""
 FASTER = 0.9
 """A change is printed if it needs at most this share of the GPU-days: the estimate is no more precise than that."""
 
@@ -171,10 +177,12 @@ class Gpu:
     memory: float
     memory_bandwidth: float
     link: float
-    """Bytes per second that a GPU sends to the others of its machine: NVLink, or PCIe 4 for the A40."""
+    """Bytes per second that a GPU sends to the others of its machine: NVLink, or PCIe 4 for GPUs without."""
 
 
 GPUS = {
+    "RTX 3090": Gpu(71.2e12, 24e9, 936e9, 32e9),
+    "RTX 4090": Gpu(165.2e12, 24e9, 1.008e12, 32e9),
     "A40": Gpu(149.7e12, 48e9, 696e9, 32e9),
     "A100": Gpu(312e12, 80e9, 2.039e12, 300e9),
     "H100": Gpu(989e12, 80e9, 3.35e12, 450e9),
@@ -278,6 +286,8 @@ class RunCosts:
     parameters: int
     flops: int
     gpu_days: dict[str, float]
+    fits: dict[int, str | None]
+    """`fitting_settings` of all jobs, for the memories of the GPUs."""
     faster: list[FasterSetting]
     published: Published | None
 
@@ -300,8 +310,8 @@ def with_train(config: Config, **values: object) -> Config:
 def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts:
     """Count the costs of the shared start, all experts and the router of a run on GPUs."""
 
-    def count(config: Config, gpus: int) -> tuple[list[JobCosts], dict[str, float]]:
-        """Return the costs of all jobs, and their days on each kind of GPU."""
+    def count(config: Config, gpus: int) -> tuple[list[TrainSpec], list[JobCosts], dict[str, float]]:
+        """Return all jobs, their costs, and their days on each kind of GPU."""
         specs = [resolve_job(run, config, "start")] if config.shared_start.flops_share else []
         specs += [resolve_job(run, config, "expert", expert=number) for number in range(config.clusters.count)]
         specs.append(resolve_job(run, config, "router"))
@@ -311,10 +321,12 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
             for name, gpu in GPUS.items():
                 step = step_seconds(cost, job.flops / job.steps, spec.settings, gpu=gpu, gpus=gpus)
                 days[name] += gpus * job.steps * step / DAY
-        return costs, days
+        return specs, costs, days
 
     config, processes = planned_for_gpus(config), _processes(gpus)
-    (jobs, days), faster = count(config, processes), []
+    (specs, jobs, days), faster = count(config, processes), []
+    different = {replace(job, job=""): spec for job, spec in zip(jobs, specs, strict=True)}
+    memories = sorted({round(gpu.memory / 1e9) for gpu in GPUS.values()})
     # What often needs fewer GPU-days
     larger = 2 * config.train.batch_size
     doubled = f"--train.batch_size {larger} (half as many steps)"
@@ -324,7 +336,7 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
             changes.insert(0, ("--train.parallel fsdp2", with_train(config, parallel="fsdp2"), processes))
         changes.insert(0, ("--gpus 1 and the jobs side by side", config, 1))
     for change, other, other_gpus in changes:
-        changed, needed = count(other, other_gpus)
+        _, changed, needed = count(other, other_gpus)
         most = max(job.bytes for job in changed)
         fitting = {
             name: found for name, found in needed.items() if found < FASTER * days[name] and most < GPUS[name].memory
@@ -336,30 +348,39 @@ def estimate_run(run: Path, config: Config, gpus: int | None = None) -> RunCosts
         parameters=sum(job.parameters for job in jobs if job.job != layout.START),
         flops=sum(job.flops for job in jobs),
         gpu_days=days,
+        fits=fitting_settings(list(different.values()), processes, memories),
         faster=faster,
         published=PUBLISHED.get(config.preset or ""),
     )
 
 
-def fitting_settings(spec: TrainSpec, processes: int = 1) -> dict[int, str | None]:
-    """Return the settings with which a job fits the memory of usual graphics cards: "" for its own, None for none.
+def fitting_settings(
+    specs: Sequence[TrainSpec], processes: int = 1, cards: Sequence[int] = CARDS
+) -> dict[int, str | None]:
+    """Return the settings with which all of some jobs fit GPUs by their gigabytes: "" for their own, None for none.
 
     Settings that do not change the result are tried: checkpointing, then smaller and smaller micro-batches.
     """
-    own, gpu = spec.settings, torch.device("cuda")
-    steps = [count for count in range(own.grad_accum_steps, own.batch_size + 1) if own.batch_size % count == 0]
-    changes: list[dict[str, bool | int]] = [{}, {"activation_checkpointing": True}]
-    changes += [{"activation_checkpointing": True, "grad_accum_steps": count} for count in steps[1:]]
+    gpu, sizes = torch.device("cuda"), [spec.settings.batch_size for spec in specs]
+    own = specs[0].settings.grad_accum_steps
+    steps = [count for count in range(own, min(sizes) + 1) if not any(size % count for size in sizes)]
+    # A router cannot recompute its activations.
+    routers = [isinstance(spec.network, RouterConfig) for spec in specs]
+    recomputed: dict[str, bool | int] = {} if all(routers) else {"activation_checkpointing": True}
+    changes = [{}, recomputed, *({**recomputed, "grad_accum_steps": count} for count in steps[1:])]
     needed: dict[str, int] = {}
     for change in changes:
-        settings = own.model_copy(update={"precision": "bfloat16", **change})
         named = " ".join(f"--train.{name} {str(value).lower()}" for name, value in change.items())
-        needed[named] = job_bytes(
-            spec.network, spec.shapes, settings, device=gpu, objective=spec.objective, processes=processes
-        )
-        if needed[named] < FILLED * CARDS[0] * 1e9:
+        for spec, router in zip(specs, routers, strict=True):
+            given: dict[str, object] = {"precision": "bfloat16", **change}
+            settings = spec.settings.model_copy(update=given | ({"activation_checkpointing": False} if router else {}))
+            found = job_bytes(
+                spec.network, spec.shapes, settings, device=gpu, objective=spec.objective, processes=processes
+            )
+            needed[named] = max(found, needed.get(named, 0))
+        if needed[named] < FILLED * cards[0] * 1e9:
             break
-    return {card: next((name for name, own in needed.items() if own < FILLED * card * 1e9), None) for card in CARDS}
+    return {card: next((name for name, own in needed.items() if own < FILLED * card * 1e9), None) for card in cards}
 
 
 def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
@@ -371,10 +392,10 @@ def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     rate = measured_rate(device(), compute_dtype(device(), settings.precision), product)
     seconds = costs.flops / (rate * UTILIZATION * processes)
     epochs = None if spec.data is None else costs.images / spec.data.images
-    cards = fitting_settings(spec, processes) if isinstance(spec.network, BaseConfig) else {}
+    cards = fitting_settings([spec], processes)
     if as_json:
         time = {"epochs": epochs, "matmul_flops_per_second": rate, "seconds": seconds}
-        print(json.dumps(asdict(costs) | time | ({"gpus": cards} if cards else {})))
+        print(json.dumps(asdict(costs) | time | {"gpus": cards}))
         return
     table = Table("", "", title=f"{spec.job}: estimated cost of training", show_header=False)
     repeated = "" if epochs is None else f", {epochs:.1f} epochs"
@@ -383,10 +404,15 @@ def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     table.add_row("FLOPs", f"{costs.flops:.3g} ({costs.flops_per_image:.3g} per image)")
     table.add_row("memory", f"about {costs.bytes / 2**30:.2f} GiB per process")
     for card, change in cards.items():
-        table.add_row(f"{card} GB GPU", "too small" if change is None else f"fits with {change}" if change else "fits")
+        table.add_row(f"fits {card} GB", _fits(change))
     pace = f"at {UTILIZATION:.0%} of this machine's {rate / 1e9:.0f} GFLOP/s"
-    table.add_row("time", f"about {seconds / 3600:.2f} hours {pace}")
-    Console(width=100).print(table)
+    table.add_row("time", f"about {duration(seconds)} {pace}")
+    Console(width=WIDTH).print(table)
+
+
+def _fits(change: str | None) -> str:
+    """Return an entry of `fitting_settings` for people."""
+    return "no" if change is None else f"yes, with {change}" if change else "yes"
 
 
 def show_run_estimate(run: Path, config: Config, gpus: int | None, *, as_json: bool) -> None:
@@ -395,22 +421,29 @@ def show_run_estimate(run: Path, config: Config, gpus: int | None, *, as_json: b
     if as_json:
         print(json.dumps(asdict(found)))
         return
-    console = Console(width=120)
-    table = Table("job", "parameters", "GFLOPs forward", "images", "steps", "FLOPs", "memory per GPU")
-    for job in found.jobs:
-        forward, memory = job.forward_flops_per_image / 1e9, job.bytes / 2**30
-        numbers = (f"{job.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{job.images:,}", f"{job.steps:,}")
-        table.add_row(job.job, *numbers, f"{job.flops:.3g}", f"{memory:.1f} GiB")
+    console = Console(width=WIDTH)
+    style: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    # Jobs that follow each other and have the same costs are one row: experts/000-007.
+    table = Table("job", "parameters", "GFLOPs", "images", "steps", "FLOPs", "memory", **style)
+    for _, group in groupby(found.jobs, key=lambda job: replace(job, job="")):
+        first, *others = group
+        name = f"{first.job}-{others[-1].job.rpartition('/')[2]}" if others else first.job
+        forward, memory = first.forward_flops_per_image / 1e9, first.bytes / 2**30
+        numbers = (f"{first.parameters / 1e6:,.1f} M", f"{forward:,.1f}", f"{first.images:,}", f"{first.steps:,}")
+        table.add_row(name, *numbers, f"{first.flops:.3g}", f"{memory:.1f} GiB")
     console.print(table)
-    shares = {name: found.flops / (days * DAY * GPUS[name].flops) for name, days in found.gpu_days.items()}
-    days = ", ".join(f"{count:,.1f} {name} ({shares[name]:.0%})" for name, count in found.gpu_days.items())
     console.print(
-        f"total: {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs; GPU-days (share of the bfloat16 "
-        f"rate): {days}; {_processes(gpus)} GPUs per job"
+        f"total: {found.parameters / 1e9:.2f} B parameters, {found.flops:.3g} FLOPs; GPUs per job: {_processes(gpus)}"
     )
+    for gigabytes, change in found.fits.items():
+        console.print(f"fits {gigabytes} GB: {_fits(change)}")
+    table = Table("GPU", "GPU time of all jobs", "share of the bfloat16 rate", **style)
+    for name, days in found.gpu_days.items():
+        table.add_row(name, duration(days * DAY), f"{found.flops / (days * DAY * GPUS[name].flops):.0%}")
+    console.print(table)
     for other in found.faster:
-        days = ", ".join(f"{count:,.1f} {name}" for name, count in other.gpu_days.items())
-        console.print(f"faster with {other.change}: {days} GPU-days, {other.bytes / 2**30:.1f} GiB per GPU")
+        times = ", ".join(f"{name} {duration(days * DAY)}" for name, days in other.gpu_days.items())
+        console.print(f"faster with {other.change}: {times}; {other.bytes / 2**30:.1f} GiB per GPU")
     if found.published:
         table = Table(title=f"published: {found.published.source}", show_header=False)
         for key, value in asdict(found.published).items():

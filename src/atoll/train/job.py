@@ -27,8 +27,9 @@ from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
 from atoll.experts.cost import image_cost
-from atoll.nets import build, load_network, save_network
+from atoll.nets import build, save_network
 from atoll.nets.blocks import set_checkpointing
+from atoll.nets.io import load_initial
 from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.distill import StudentTask
@@ -47,7 +48,7 @@ def build_task(spec: TrainSpec) -> Task:
         start.open(EXPERT, verify=True)
         initial = str(start.folder)
     if initial is not None:
-        network.load_state_dict(load_network(initial).state_dict())
+        network.load_state_dict(load_initial(initial).state_dict())
     set_checkpointing(network, spec.settings.activation_checkpointing)
     shards, validation = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "validation"))
     # Built after the network, whose random weights it must not change.

@@ -102,7 +102,7 @@ def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None =
             losses = train_step(task, wrapped, batches, state=state, lr=lr, processes=processes, check=check)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
-            logger.add(losses, images)
+            logger.add(losses, images, lr=lr, shown=check.loss)
 
             # Stop? A signal may reach only some of the processes, and one step earlier or later. If the last checkpoint
             # failed, the next one raises its error on all processes.
@@ -162,7 +162,8 @@ def train_step(
     norm = clip(task.network, settings.max_grad_norm)
     check.finish()  # of the step before this one; the device has this one to work on while the host waits
     # A fused optimizer skips the update on the device if this is 1, as mixed-precision training does.
-    bad = check.begin([(losses.minimized.detach(), index) for losses, index in step], norm)
+    shown = torch.cat([losses.loss.detach() for losses, _ in step]).mean()
+    bad = check.begin([(losses.minimized.detach(), index) for losses, index in step], norm, shown)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -231,15 +232,16 @@ class StepCheck:
         self._index = torch.empty(0, dtype=torch.long)
         self._values: Tensor | None = None
         self._copied: torch.Event | None = None
-        self.norm = math.nan
-        """Gradient norm of the last step that was finished."""
+        self.norm = self.loss = math.nan
+        """Gradient norm and mean loss of the last step that was finished."""
 
-    def begin(self, step: list[tuple[Tensor, Tensor]], norm: Tensor) -> Tensor:
+    def begin(self, step: list[tuple[Tensor, Tensor]], norm: Tensor, mean: Tensor) -> Tensor:
         """Start the check of a step: losses (batch,) and image numbers (batch,) of its micro-batches, gradient norm.
 
-        Return 1.0 on the device if the step is bad, else 0.0.
+        `mean` is the mean loss without regularization. Return 1.0 on the device if the step is bad, else 0.0.
         """
-        values = torch.cat([*(loss.float() for loss, _ in step), norm.float().view(1)])  # (images + 1,)
+        parts = [*(loss.float() for loss, _ in step), norm.float().view(1), mean.float().view(1)]
+        values = torch.cat(parts)  # (images + 2,)
         self._index = torch.cat([index for _, index in step])
         if values.device.type in ASYNCHRONOUS:
             self._values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
@@ -248,7 +250,7 @@ class StepCheck:
         else:
             self._values = values.cpu()
             self.finish()
-        return (~values.isfinite()).any().float()
+        return (~values[:-1].isfinite()).any().float()
 
     def finish(self) -> None:
         """Wait for the last step, and raise an error if it was bad."""
@@ -257,7 +259,7 @@ class StepCheck:
         if self._copied is not None:
             self._copied.synchronize()
         values, self._values = self._values, None
-        bad = ~values.isfinite()
+        bad = ~values[:-1].isfinite()
         if bad.any():
             losses = bad[:-1]
             what, rows = ("loss", self._index[losses]) if losses.any() else ("gradient", self._index)
@@ -268,7 +270,7 @@ class StepCheck:
                 f"newest checkpoint is {self._newest_checkpoint()}. Lower train.lr or train.max_grad_norm, or inspect "
                 "these images"
             )
-        self.norm = float(values[-1])
+        self.norm, self.loss = values[-2:].tolist()
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""The metrics logger: progress bar, metrics.jsonl and optional trackers.
+"""The metrics logger: progress bar, progress.json, metrics.jsonl and optional trackers.
 
 Losses are summed on the device in ten time bins, because the loss of diffusion training depends strongly on the time.
-Nothing is copied to the host until a line is written, so logging does not stall the device.
+Nothing is copied to the host until a line is written, so logging does not stall the device. Between two lines, bar and
+progress.json show the losses that the check for bad steps has on the host anyway.
 """
 
 import importlib
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,15 +15,22 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from atoll.core import layout
 from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
+from atoll.core.metrics_file import MetricsLine
 from atoll.core.progress import progress
 from atoll.experts.validation import TIME_BINS
 from atoll.train.spec import TrainSpec
 from atoll.train.tasks import Losses
+
+_PROGRESS_SECONDS = 1.0
+"""Seconds between two versions of progress.json; `atoll launch` reads it as often."""
+_STEPS = 50
+"""Number of steps over which the shown loss is averaged, roughly: the loss of a single small batch is mostly noise."""
+_SMOOTHING = 0.3
+"""Weight of the last seconds in the shown speed, as in tqdm."""
 
 Tracker = Callable[[dict[str, float], int], None]
 """Called with the metrics of a line and the images seen."""
@@ -44,10 +53,13 @@ class MetricsLogger(ExitStack):
         self._trackers: list[Tracker] = []
         self._last, self._last_images = time.monotonic(), done
         self._start = self._last - seconds
+        self._shown, self._shown_images, self._rate = self._last, done, 0.0
+        self._loss, self._losses = 0.0, 0
         if processes.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / layout.METRICS_FILE
             truncate_metrics(file, done)
+            (self.folder / layout.PROGRESS_FILE).unlink(missing_ok=True)
             self._lines = self.enter_context(file.open("a", encoding="utf-8"))
             self._trackers = [open_tracker(kind, self.folder, spec.job, stack=self) for kind in spec.settings.trackers]
             self._bar = self.enter_context(progress(spec.job, self.total, done))
@@ -58,8 +70,11 @@ class MetricsLogger(ExitStack):
         return time.monotonic() - self._start
 
     @torch.no_grad()
-    def add(self, step: Sequence[Losses], images: int) -> None:
-        """Add the micro-batches of a step to the sums and counts by time; advance the bar to the images seen so far."""
+    def add(self, step: Sequence[Losses], images: int, *, lr: float, shown: float) -> None:
+        """Add the micro-batches of a step to the sums and counts by time; advance the bar to the images seen so far.
+
+        `shown` is the loss of this step or the one before, on the host; NaN if there is none yet.
+        """
         for losses in step:
             values = {"loss": losses.loss, **losses.extra}
             self._names = list(values)
@@ -68,9 +83,30 @@ class MetricsLogger(ExitStack):
             rows = torch.stack([value.float() for value in values.values()] + [torch.ones_like(losses.loss)])
             sums = torch.zeros(len(rows), TIME_BINS, device=rows.device).index_add_(1, bins, rows)
             self._sums = sums if self._sums is None else self._sums + sums
+        if not math.isnan(shown):
+            self._losses = min(self._losses + 1, _STEPS)
+            self._loss += (shown - self._loss) / self._losses
+        before, self.done = self.done, images
         if self.processes.is_main:
-            self._bar.update(images - self.done)
-        self.done = images
+            self._show(lr)
+            self._bar.update(images - before)
+
+    def _show(self, lr: float) -> None:
+        """Show loss and learning rate in the bar and, if it is time, in progress.json."""
+        if not self._losses:
+            return
+        now = time.monotonic()
+        passed = now - self._shown
+        rate = (self.done - self._shown_images) / max(passed, 1e-9)
+        rate = self._rate + _SMOOTHING * (rate - self._rate) if self._rate else rate
+        line = MetricsLine(images=self.done, loss=self._loss, images_per_second=rate, total=self.total, lr=lr)
+        self._bar.set_postfix_str(line.text, refresh=False)
+        if passed > _PROGRESS_SECONDS:
+            self._shown, self._shown_images, self._rate = now, self.done, rate
+            # Replaced as a whole, because others read it at any time.
+            temporary = self.folder / f".{layout.PROGRESS_FILE}"
+            temporary.write_text(line.model_dump_json() + "\n", encoding="utf-8")
+            temporary.replace(self.folder / layout.PROGRESS_FILE)
 
     def write(self, step: int, lr: float, gradient: float, *, validation_loss: float | None = None) -> None:
         """Write one line: means since the last line, overall and by time, and the validation if there was one."""
@@ -97,8 +133,7 @@ class MetricsLogger(ExitStack):
         self._lines.write(json.dumps({**line, **bins}) + "\n")
         # Flushed line by line: other programs follow the file, and a kill must not lose lines.
         self._lines.flush()
-        if isinstance(self._bar, tqdm):
-            self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", lr=f"{lr:.1e}", refresh=False)
+        (self.folder / layout.PROGRESS_FILE).unlink(missing_ok=True)  # the line is newer
 
 
 def truncate_metrics(file: Path, images: int) -> None:

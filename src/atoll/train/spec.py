@@ -30,6 +30,7 @@ from atoll.core.networks import (
     DiffusersConfig,
     DiTConfig,
     NetworkConfig,
+    adapted,
     check_fits_data,
     lora_of,
     read_network,
@@ -309,10 +310,12 @@ def _network(
         file = Path(init_from) / "config.json"
         if not file.is_file():
             raise AtollError(
-                f"{init_from} has no config.json; expected a network folder of atoll convert or atoll train"
+                f"{init_from} has no config.json; expected a network folder of atoll convert, atoll train or diffusers"
             )
-        network = read_network(json.loads(file.read_text(encoding="utf-8")))
+        network = read_network(adapted(json.loads(file.read_text(encoding="utf-8"))))
         given = network.to_dict()
+        if isinstance(network, DiffusersConfig):
+            check_fits_data(given, {"in_channels": needed["channels"], "out_channels": needed["channels"]})
         for name in ("channels", "text_width", "num_classes"):
             if name in given and given[name] != needed.get(name, 0):
                 raise AtollError(
@@ -356,8 +359,9 @@ def _fitted_network(
     try:
         if parts.get(CLASS_NAME, kind) != kind:
             # The channels of a diffusers model, if given, must be those of the latents.
-            check_fits_data(parts, {"in_channels": needed["channels"], "out_channels": needed["channels"]})
-            config = read_network(parts)
+            channels = {"in_channels": needed["channels"], "out_channels": needed["channels"]}
+            check_fits_data(parts, channels)
+            config = read_network({**channels, **parts})
             with torch.device("meta"):
                 build(config)
             return config

@@ -19,16 +19,16 @@ from atoll.apps.launch.launcher import RETRY_CODE, SUBMISSION_VARIABLE, Launcher
 from atoll.apps.launch.steps import Group, JobStep
 from atoll.core import layout
 from atoll.core.errors import AtollError
-from atoll.core.metrics_file import last_line
+from atoll.core.metrics_file import progress_of
 from atoll.core.progress import progress
 
 # Short compared with the start of a job (seconds), so that a free slot is filled without delay.
 _PAUSE = 0.1
 """Seconds between two checks of the running processes."""
 _PROGRESS_SECONDS = 1.0
-"""Seconds between two updates of the progress bar; jobs write metrics every few seconds."""
-_LAST_LINES = 5
-"""Number of lines of a failed job's log to print: the error message and a little context."""
+"""Seconds between two updates of the progress bar; jobs write their progress as often."""
+_LAST_LINES = 14
+"""Number of lines of a failed job's log to print: an error message that names ten files, and a little context."""
 
 
 @dataclass
@@ -153,6 +153,7 @@ class Local(Launcher):
                     self._collect_ended()
                     if time.monotonic() - checked > _PROGRESS_SECONDS:
                         now, checked = self._done(steps), time.monotonic()
+                        bar.set_postfix_str(self._running_text(), refresh=False)
                         bar.update(now - done)
                         done = now
                 bar.update(self._done(steps) - done)
@@ -169,6 +170,11 @@ class Local(Launcher):
         if any(step.images for step in steps):
             return sum(images_seen(self.settings.run, step) for step in steps)
         return len(steps) - sum(map(len, self._left.values()))
+
+    def _running_text(self) -> str:
+        """Return the names of the running jobs, with loss and learning rate of those that train."""
+        lines = {step.name: progress_of(self.settings.run / step.name) for step in (one.step for one in self._running)}
+        return ", ".join(f"{name} {line.text}" if line else name for name, line in lines.items())
 
     def _startable(self) -> list[tuple[Group, JobStep]]:
         """Return the steps whose dependencies are done, the longest training job first; none after a stop signal."""
@@ -219,8 +225,8 @@ class Local(Launcher):
 
 
 def images_seen(run: Path, step: JobStep) -> int:
-    """Return the number of images that a training job has seen, from its metrics.jsonl."""
-    line = last_line(run / layout.metrics(step.name))
+    """Return the number of images that a training job has seen."""
+    line = progress_of(run / step.name)
     return min(line.images, step.images) if line else 0
 
 

@@ -34,7 +34,7 @@ from atoll.apps.share.store import Store
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.layout import MANIFEST_FILE
-from atoll.core.metrics_file import last_line
+from atoll.core.metrics_file import progress_of
 
 # A choice: half of the 120 s of `atoll join`, whose workers may have worse connections than those of one launcher.
 LEASE_SECONDS = 60.0
@@ -168,7 +168,7 @@ class Attempt:
                 if time.monotonic() - checked > 5:  # several times per renewal of the lease (20 s)
                     checked = time.monotonic()
                     lease.set_pending(total=self.images)
-                    if line := last_line(self.run / layout.metrics(self.step)):
+                    if line := progress_of(self.run / self.step):
                         lease.set_pending(images=line.images, rate=line.images_per_second)
 
 

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from atoll.apps.models.fold import ConversionRow, FlowMatchingOptions, to_flow_matching
 from atoll.core.errors import AtollError, unknown
-from atoll.core.networks import CLASS_NAME, ConfigJson, DiTConfig, LatentScale, RouterConfig, read_network
+from atoll.core.networks import (
+    CLASS_NAME,
+    DIFFUSERS_CLASSES,
+    ConfigJson,
+    DiTConfig,
+    LatentScale,
+    RouterConfig,
+    read_network,
+)
 from atoll.core.version import __version__
 from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
@@ -98,7 +106,7 @@ def read_source(
             raise AtollError(f"{file}: a {kind} cannot be converted; supported layouts: {', '.join(LAYOUTS)}")
         null = {name: tensor.flatten() for name, tensor in state.items() if name.startswith("null_")}
         # It was trained with Atoll, so the scale of the released networks of its layout does not apply.
-        state, given = inside, {NORMALIZATION: None, **given, CLASS_NAME: KINDS[kind].model_class}
+        state, given = inside, {NORMALIZATION: None, **given, CLASS_NAME: DIFFUSERS_CLASSES[kind]}
     # A network in the layout of others.
     if num_classes is not None:
         given = given | {"num_classes": num_classes}

@@ -1,6 +1,7 @@
 """`atoll status`: the state of every job of a run, in a store or in a local folder."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,7 +23,8 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.manifests import EXPERT, ROUTER
-from atoll.core.metrics_file import TAIL_BYTES, parse_lines
+from atoll.core.metrics_file import TAIL_BYTES, MetricsLine, parse_lines
+from atoll.core.progress import duration
 from atoll.verify.trust import Network
 from atoll.verify.untrusted import Refused
 
@@ -45,6 +48,8 @@ class JobStatus:
     seconds_left: float | None = None
     seen_seconds_ago: float | None = None
     why: str = ""
+    loss: float | None = None
+    lr: float | None = None
 
 
 def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
@@ -62,6 +67,12 @@ def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
             made = _line(store, job, lease_status, finished=finished, total=config.total_images(kind))
         except Refused as reason:  # hostile objects of one job must not hide the status of the others
             made = JobStatus(job, "failed", why=str(reason))
+        # The folder of a local run has newer numbers than the lease, which is renewed every 20 s.
+        if finished is None and made.state in ("running", "done") and (current := _progress(store, job)):
+            made = replace(made, loss=current.loss, lr=None if made.state == "done" else current.lr)
+            if made.state == "running":
+                rate, left = current.images_per_second, current.seconds_left
+                made = replace(made, images=current.images, rate=rate, seconds_left=left)
         if made is not None and ignored:
             made = replace(made, why=f"{made.why} (ignored a record: {ignored})".strip())
         optional = job in layout.DENSE or (job == layout.START and not config.shared_start.flops_share)
@@ -113,15 +124,20 @@ def _leased_status(job: str, lease_status: LeaseStatus, *, shared: bool) -> JobS
     return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, lease_status.age, why)
 
 
+def _progress(store: Store, job: str) -> MetricsLine | None:
+    """Return the current state of a job of a local run; None if it has not begun."""
+    lines = parse_lines(store.read(f"{job}/{layout.PROGRESS_FILE}") or b"")
+    if not lines and (entry := store.entry(layout.metrics(job))) is not None:
+        lines = parse_lines(b"".join(store.stream(entry.key, max(0, entry.size - TAIL_BYTES), entry.size)))
+    return lines[-1] if lines else None
+
+
 def _unleased_status(store: Store, job: str, total: int) -> JobStatus | None:
     """Return the status of a job without a lease from its metrics.jsonl, or None if it never started."""
-    entry = store.entry(layout.metrics(job))
-    if entry is None:
+    entry = store.entry(f"{job}/{layout.PROGRESS_FILE}") or store.entry(layout.metrics(job))
+    if entry is None or (last := _progress(store, job)) is None:
         return None
-    lines = parse_lines(b"".join(store.stream(entry.key, max(0, entry.size - TAIL_BYTES), entry.size)))
-    if not lines:
-        return None
-    last, age = lines[-1], max(0.0, time.time() - entry.modified)
+    age = max(0.0, time.time() - entry.modified)
     state = "running" if age < ACTIVE_SECONDS else "stale"
     rate, total = last.images_per_second, last.total or total
     left = max(0.0, (total - last.images) / rate) if state == "running" and rate > 0 else None
@@ -129,24 +145,39 @@ def _unleased_status(store: Store, job: str, total: int) -> JobStatus | None:
 
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
-    """Return a table for the terminal, without empty columns."""
+    """Return a table for a terminal of 80 columns, without empty columns."""
+    words = [_word(line) for line in lines]
+    hosts = [line.where.partition(" ")[0].rpartition(":")[0] or line.where for line in lines]
+    elsewhere = any(host not in ("", "this folder", socket.gethostname()) for host in hosts)
     columns = {
         "job": [line.job for line in lines],
-        "state": [f"[{STYLES.get(line.state, 'default')}]{line.state}[/]" for line in lines],
-        "where": [escape(line.where) for line in lines],
-        "images": [f"{line.images:,} of {line.total:,}" if line.total else "" for line in lines],
-        "images/s": [f"{line.rate:.1f}" if line.rate else "" for line in lines],
-        "left": [_duration(line.seconds_left) for line in lines],
-        "seen ago": [_duration(line.seen_seconds_ago) for line in lines],
-        "why": [escape(line.why[:200]) for line in lines],
+        "state": [f"[{STYLES.get(line.state, 'default')}]{word}[/]" for line, word in zip(lines, words, strict=True)],
+        "images": [f"{line.images / line.total:.0%} of {line.total:,}" if line.total else "" for line in lines],
+        "images/s": [f"{line.rate:.1f}" if line.rate and line.state == "running" else "" for line in lines],
+        "left": ["" if line.seconds_left is None else duration(line.seconds_left) for line in lines],
+        "loss": ["" if line.loss is None else f"{line.loss:.4g}" for line in lines],
+        "lr": ["" if line.lr is None else f"{line.lr:.1e}" for line in lines],
+        "seen ago": [
+            duration(line.seen_seconds_ago) if line.state == "stale" and line.seen_seconds_ago is not None else ""
+            for line in lines
+        ],
+        "host": hosts if elsewhere else [],
+        "why": [line.why[:200] for line in lines],
     }
     filled = {heading: cells for heading, cells in columns.items() if any(cells)}
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in filled:
-        table.add_column(heading, no_wrap=heading != "why")
+        # The last columns get what the others leave.
+        table.add_column(heading, no_wrap=heading not in ("host", "why"), overflow="fold")
     for row in zip(*filled.values(), strict=True):
-        table.add_row(*row)
+        table.add_row(row[0], row[1], *map(escape, row[2:]))
     return table
+
+
+def _word(line: JobStatus) -> str:
+    """Return the state of a job for people: one that nobody trains now is stopped, or not started."""
+    waits = line.state in ("free", "missing")
+    return ("stopped" if line.images else "not started") if waits else line.state
 
 
 def as_json(lines: list[JobStatus]) -> str:
@@ -159,11 +190,3 @@ def watch(store: Store, remote: RemoteRun | None, seconds: float) -> Iterator[li
     while True:
         yield status(store, remote)
         time.sleep(seconds)
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

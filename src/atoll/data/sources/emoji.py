@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from atoll.core.errors import AtollError, unknown
-from atoll.data.sources.source import SourceImage, SourceOptions, digest, split_of
+from atoll.data.sources.source import NONE_IGNORED, SourceImage, SourceOptions, digest, split_of
 from atoll.encoders.hub import package_folder
 
 SIDE = 128
@@ -64,6 +64,8 @@ class EmojiSource:
 
     `emoji:styles=noto,twemoji;categories=food-drink;skin-tones=no` selects some of them; `emoji` is all of them.
     """
+
+    ignored = NONE_IGNORED
 
     def __init__(self, selection: str = "", options: SourceOptions | None = None) -> None:
         self.options = options or SourceOptions()

@@ -8,7 +8,7 @@ from typing import Any
 from atoll.core.errors import AtollError, first_line
 from atoll.data.sources.fields import Ids, fingerprint_of
 from atoll.data.sources.parquet import Columns, image_bytes, table_image, table_rows
-from atoll.data.sources.source import SourceImage, SourceOptions, digest
+from atoll.data.sources.source import NONE_IGNORED, SourceImage, SourceOptions, digest
 from atoll.encoders.hub import local_folder
 
 # Rows that are listed at a time; a choice. Their images are in memory as encoded bytes, so the number is small.
@@ -17,6 +17,8 @@ _ROWS = 256
 
 class DatasetsSource:
     """A Hugging Face dataset."""
+
+    ignored = NONE_IGNORED
 
     def __init__(self, spec: str, options: SourceOptions) -> None:
         self.spec = spec

@@ -4,7 +4,9 @@ import csv
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ class FolderSource:
     def __init__(self, root: Path, options: SourceOptions) -> None:
         self.root = root
         self.options = options
+        self.ignored: Mapping[str, int] = {}
         # How captions and labels are given, and a hash of all names, sizes and metadata.
         captions = classes = metadata = False
         parts = [repr((self.options.caption, self.options.label, self.options.val_fraction))]
@@ -69,25 +72,29 @@ class FolderSource:
                 listed = table.relative_to(self.root).as_posix()
                 for name, row in _read_metadata(table):
                     rows[os.path.normpath(folder.relative_to(self.root) / name).replace(os.sep, "/")] = (listed, row)
+        ignored: Counter[str] = Counter()
         for _, files in folders(self.root):
             taken: set[str] = set()
-            names = {file.name for file in files}
+            names, stems = {file.name for file in files}, {file.stem for file in files if _is_image(file)}
             for file in files:
                 path = file.relative_to(self.root).as_posix()
                 if file.is_symlink() and file.is_dir():
                     yield unreadable_image(path, f"it is {link_outside(self.root, file)}")
                     continue
                 if not _is_image(file) and path not in rows:
+                    if file.name not in METADATA and not (file.suffix == ".txt" and file.stem in stems):
+                        ignored[file.suffix.lower() or "without a suffix"] += 1
                     continue
                 caption_file = file.with_suffix(".txt") if f"{file.stem}.txt" in names else None
                 _, row = rows.pop(path, ("", {}))
                 # With a.jpg and a.png, the first gets the id "a", and the second keeps its suffix.
                 id = key_of(path) if key_of(path) not in taken else path
                 taken.add(id)
-                yield self._image(id, file, row, caption_file=caption_file)
+                yield replace(self._image(id, file, row, caption_file=caption_file), file=path)
         for path, (listed, _) in rows.items():
             # With its suffix, because an existing a.jpg may have the id "a".
             yield unreadable_image(path, f"listed in {listed}, but there is no such file")
+        self.ignored = ignored
 
     def _image(self, id: str, file: Path, row: MetadataRow, *, caption_file: Path | None) -> SourceImage:
         columns = [name for name in (*self.options.caption_weights, *CAPTIONS) if name in row] or ["text"]

@@ -9,11 +9,11 @@ from atoll.data.foreign_files import link_outside
 from atoll.data.images import SUFFIXES
 from atoll.data.sources.image_folder import FolderSource, entries_of, folders
 from atoll.data.sources.source import KINDS, Source, SourceKind, SourceOptions
-from atoll.encoders.hub import hint
+from atoll.encoders.hub import check_here, hint, is_hub_name
 
 _EXPECTED = (
     "expected a folder of images, WebDataset tars (*.tar), parquet files (*.parquet), "
-    "the name or folder of a Hugging Face dataset, or emoji"
+    "a Hugging Face dataset (owner/name, or its folder), or emoji"
 )
 
 
@@ -65,9 +65,9 @@ def find_kind(spec: str) -> SourceKind:
             return by_suffix[path.suffix]
         hint = "; unpack it first" if path.suffix in (".gz", ".tgz", ".zip") else ""
         raise AtollError(f"{spec}: not a source of a known kind{hint}; {_EXPECTED}")
-    # Names on the hub are `name` or `owner/name`.
-    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+    if not is_hub_name(spec):
         raise AtollError(f"{spec}: no such file or folder; {_EXPECTED}")
+    check_here(spec, "For the dataset of this name on the hub, set data.kind: datasets")
     return "datasets"
 
 

@@ -22,7 +22,7 @@ from atoll.core.errors import AtollError, first_line
 from atoll.data.foreign_files import MAX_IMAGE_BYTES, check_size, read_below
 from atoll.data.images import BadImage
 from atoll.data.sources.fields import IDS, Ids, MetadataRow, fingerprint_of, key_of, make_image, pick_column
-from atoll.data.sources.source import SourceImage, SourceOptions, digest, unreadable_image
+from atoll.data.sources.source import NONE_IGNORED, SourceImage, SourceOptions, digest, unreadable_image
 
 # What pyarrow raises on damaged files, found by mutating them.
 _DAMAGE = (OSError, pa.ArrowException, UnicodeDecodeError, IndexError)
@@ -152,6 +152,8 @@ def image_bytes(value: object, roots: Sequence[Path]) -> bytes:
 
 class ParquetSource:
     """Parquet files with a column of images."""
+
+    ignored = NONE_IGNORED
 
     def __init__(self, root: Path, files: list[Path], options: SourceOptions) -> None:
         self.root = root

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
+from types import MappingProxyType
 from typing import Literal, NoReturn, Protocol
 
 from rich.console import Console
@@ -27,6 +28,8 @@ __all__ = ["BadImage", "Source", "SourceImage", "SourceOptions", "decode", "desc
 
 SourceKind = Literal["folder", "webdataset", "parquet", "datasets", "emoji"]
 KINDS: tuple[SourceKind, ...] = ("folder", "webdataset", "parquet", "datasets", "emoji")
+NONE_IGNORED: Mapping[str, int] = MappingProxyType({})
+"""`Source.ignored` of sources that have nothing to ignore."""
 
 # Widths in characters, chosen for a terminal of 80 columns: at least 20 are left for the caption.
 _ID_WIDTH, _LABEL_WIDTH = 24, 15
@@ -50,6 +53,8 @@ class SourceImage:
     """Return the encoded bytes of the image (PNG, JPEG, …). Raise `BadImage` if that is impossible."""
     weights: tuple[float, ...] | None = None
     """Relative frequency of each caption in training; None if all are equal."""
+    file: str | None = None
+    """Path of its file below the source, for messages; None if it is no file of its own."""
 
     @property
     def caption(self) -> str | None:
@@ -59,6 +64,7 @@ class SourceImage:
     def __post_init__(self) -> None:
         """Escape invalid Unicode in file names and column values, because everything that is stored must be UTF-8."""
         object.__setattr__(self, "id", printable(self.id))
+        object.__setattr__(self, "file", None if self.file is None else printable(self.file))
         object.__setattr__(self, "label", None if self.label is None else printable(self.label))
         attributes = {printable(key): printable(value) for key, value in self.attributes.items()}
         object.__setattr__(self, "attributes", attributes)
@@ -71,6 +77,8 @@ class Source(Protocol):
     """What was detected, in a few words."""
     fingerprint: str
     """Hash of what identifies the content (names, sizes, captions, options). Moving the data does not change it."""
+    ignored: Mapping[str, int]
+    """Number of files that are neither images nor metadata, by suffix; known after `images` has ended."""
 
     def images(self) -> Iterator[SourceImage]:
         """Yield every image, in an order that depends only on the content. No image is decoded."""
@@ -150,6 +158,8 @@ class Survey:
     labels: int
     """Number of classes."""
     examples: tuple[SourceImage, ...]
+    ignored: Mapping[str, int]
+    """`Source.ignored`."""
 
 
 def survey(source: Source, examples: int = 5) -> Survey:
@@ -168,7 +178,7 @@ def survey(source: Source, examples: int = 5) -> Survey:
 
     # The smallest hashes are a random choice that is the same every time, in one pass and constant memory.
     picked = nsmallest(examples, counted(), key=lambda image: digest(image.id))
-    return Survey(source.kind, count, count - validation, len(labels), tuple(picked))
+    return Survey(source.kind, count, count - validation, len(labels), tuple(picked), source.ignored)
 
 
 def describe(found: Survey, console: Console | None = None) -> None:
@@ -187,6 +197,9 @@ def describe(found: Survey, console: Console | None = None) -> None:
     console = console or Console()
     validation = found.images - found.train
     console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
+    if found.ignored:
+        suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
+        console.print(f"ignored files: {suffixes}", markup=False)
     console.print(table)
     # Values of attributes are long (attributions, licenses) and often equal in all images, so only their names follow.
     if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):

@@ -12,7 +12,7 @@ from typing import Any
 from atoll.data.foreign_files import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, MAX_JSON_BYTES, check_size
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.fields import Ids, MetadataRow, as_text, fingerprint_of, make_image, text_file_captions
-from atoll.data.sources.source import SourceImage, SourceOptions, unreadable_image
+from atoll.data.sources.source import NONE_IGNORED, SourceImage, SourceOptions, unreadable_image
 
 _SURPLUS = "a second image of the key {key!r}: keys end at the first dot; rename it without further dots"
 
@@ -43,6 +43,8 @@ class TarSource:
 
     A repeated key becomes `key@tar`.
     """
+
+    ignored = NONE_IGNORED
 
     def __init__(self, root: Path, files: list[Path], options: SourceOptions) -> None:
         self.root = root

@@ -43,11 +43,11 @@ class FeaturesStage(EncoderStage):
     def uses(self) -> str:
         return self.job.config.features.model
 
-    def unneeded(self) -> str | None:
+    def unneeded(self) -> bool:
         index, listing = self.job.index, self.job.listing
         # Before the index is done, the classes are those of all listed images, readable or not.
         classes = len(index.labels) if index else listing.labels if listing else None
-        return None if needed(self.job.config.clusters, classes) else "the clusters need no features"
+        return not needed(self.job.config.clusters, classes)
 
     def made_from(self) -> Inputs:
         return network_inputs(self.job)

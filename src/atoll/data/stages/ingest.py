@@ -1,9 +1,9 @@
 """The index: every image of the source is decoded once, and is listed as readable or rejected.
 
 `images.parquet` is the index for all later stages: id, captions, label, split, attributes and size of every readable
-image, in the order of the source, with one row group per chunk. `rejected.parquet` has id and reason of every rejected
-image. `listing.json` has what is decided before the first image is decoded: the number of images, and their sizes.
-`chunks.json` has the key of every chunk.
+image, in the order of the source, with one row group per chunk. `rejected.txt` has file or id, a tab, and the reason of
+every rejected image. `listing.json` has what is decided before the first image is decoded: the number of images, and
+their sizes. `chunks.json` has the key of every chunk.
 
 The pass over the source (`data/one_pass.py`) writes one table per chunk, a part, after the tensors of the same chunk.
 Then it notes the key of the chunk in the scratch folder `KEYS`. Here the parts are joined.
@@ -21,21 +21,24 @@ import pyarrow.parquet as pq
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.config_sections import DataSection
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, shown
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
 from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
 from atoll.data.sources.open import open_source
 from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, digest
-from atoll.data.stages.stage import KEYS, PrepareJob, Stage
+from atoll.data.stages.stage import AGAIN, KEYS, PrepareJob, Stage
 
 NAME = layout.INGEST
 _READING = {"kind", "image", "caption", "label", "id", "split", "val_fraction"}
 """Settings that say how the source is read."""
+TAB = "\t"
 _FOLDER = PARTS.partition("/")[0]
-_REJECTED = pa.schema([("id", pa.string()), ("reason", pa.string())])
-_PART = pa.schema([*SCHEMA, ("reason", pa.string()), ("digest", pa.string())])
+_REJECTION = [("file", pa.string()), ("reason", pa.string())]
+_PART = pa.schema([*SCHEMA, *_REJECTION, ("digest", pa.string())])
+_NAMED = 10
+"""Rejected images that an error names: a screen of 24 lines has room for as many reasons of two lines."""
 
 
 def open_configured(data: DataSection) -> Source:
@@ -91,7 +94,8 @@ def row_of(
     attributes = json.dumps(dict(image.attributes), sort_keys=True, ensure_ascii=False)
     row = {"id": image.id, "captions": image.captions, "weights": image.weights, "label": image.label}
     shape = {"width": size.width, "height": size.height, "cropped": cropped_share(size, *original)} if size else {}
-    return {**row, "split": image.split, "attributes": attributes, **shape, "reason": reason, "digest": digest}
+    rejection = {"file": image.file or image.id, "reason": reason} if reason else {}
+    return {**row, "split": image.split, "attributes": attributes, **shape, **rejection, "digest": digest}
 
 
 def write_part(job: PrepareJob, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
@@ -105,6 +109,8 @@ def note_key(job: PrepareJob, chunk: int, key: str) -> None:
     """Note the key of a chunk of the source, all files of which are complete."""
     folder = job.run / NAME / KEYS
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"{chunk:06d}.*{AGAIN}"):
+        path.unlink(missing_ok=True)
     (folder / f"{chunk:06d}.{key}").touch()
 
 
@@ -152,8 +158,10 @@ class IngestStage(Stage):
         print(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again", flush=True)
         committed = artifact.manifest() is not None
         if self.job.listing and (committed or not artifact.path(BEFORE).is_file()):
-            keys = tuple(key for key in self.job.chunk_keys() if key)
-            artifact.write(BEFORE, to_json(Before(sizes=self.job.listing.sizes, keys=keys).model_dump()))
+            known = self.job.chunk_keys(again=True)
+            keys = tuple(key for key in known if key)
+            before = Before(sizes=self.job.listing.sizes, keys=keys, complete=None not in known)
+            artifact.write(BEFORE, to_json(before.model_dump()))
         artifact.restart(self.kind, inputs, keep=lambda path: path.name == BEFORE or path.parent.name == _FOLDER)
         self.job.listing = self.job.index = None
 
@@ -171,7 +179,8 @@ class IngestStage(Stage):
         total = sum(size.images * size.cropped for size in content.sizes.values()) / content.rows
         by_size = [f"{name} {size.images:,} ({size.cropped:.1%})" for name, size in content.sizes.items()]
         return (
-            f"{content.rows:,} images, {content.rejected:,} rejected, {total:.1%} of the pixels cropped"
+            f"{content.rows:,} images, {content.rejected:,} rejected{f' ({REJECTED})' if content.rejected else ''}, "
+            f"{total:.1%} of the pixels cropped"
             f"{': ' + ', '.join(by_size) if len(by_size) > 1 else ''}"
         )
 
@@ -183,27 +192,32 @@ def _read_part(chunks: Chunks, number: int, columns: list[str] | None = None) ->
 
 def check_rejects(chunks: Chunks, data: DataSection) -> None:
     """Raise `AtollError` if too many images are rejected."""
-    # Chunks with a rejected image lose their keys, so that the next attempt reads them again, with the images fixed.
     artifact, bad = chunks.artifact, {}
     for number in sorted(set(range(chunks.count)) - set(chunks.missing())):
-        part = _read_part(chunks, number, _REJECTED.names)
-        if part["reason"].null_count < len(part):
-            bad[number] = part.filter(part["reason"].is_valid())
-    rejected = sum(map(len, bad.values()))
-    if rejected <= data.max_rejects * chunks.rows:
+        if lines := _rejections(_read_part(chunks, number, [name for name, _ in _REJECTION])):
+            bad[number] = lines
+    rejected = [line for lines in bad.values() for line in lines]
+    if len(rejected) <= data.max_rejects * chunks.rows:
         return
-    table = pa.concat_tables(bad.values())
-    with artifact.writing(REJECTED) as path:
-        pq.write_table(table, path)
+    artifact.write(REJECTED, "".join(rejected).encode())
+    # The next attempt reads chunks with a rejected image again, with the images fixed.
     for number in bad:
         for path in artifact.folder.glob(f"{KEYS}/{number:06d}.*"):
-            path.unlink(missing_ok=True)
-    reasons = Counter(table["reason"].to_pylist()).most_common(3)
+            path.rename(path.with_suffix(f"{path.suffix}{AGAIN}"))
+    named = "".join(f"\n  {line.rstrip().replace(TAB, ': ')}" for line in rejected[:_NAMED])
+    more = f"\n  and {len(rejected) - _NAMED:,} more" if len(rejected) > _NAMED else ""
     raise AtollError(
-        f"{rejected} of {chunks.rows} images are unusable, more than data.max_rejects = {data.max_rejects:g} allows: "
-        f"{'; '.join(f'{count}x {reason}' for reason, count in reasons)}. The list is {artifact.path(REJECTED)}; "
-        "fix or remove them and run the same command again, or allow more with --data.max_rejects"
+        f"{len(rejected)} of {chunks.rows} images are unusable, more than data.max_rejects = {data.max_rejects:g} "
+        f"allows:{named}{more}\nAll are listed in {artifact.path(REJECTED)}. Fix or remove them and run the same "
+        "command again, or allow more with --data.max_rejects"
     )
+
+
+def _rejections(part: pa.Table) -> list[str]:
+    """Return a line for each rejected image of a part: its file or id, a tab and the reason."""
+    found = part.filter(part["reason"].is_valid())
+    pairs = zip(found["file"].to_pylist(), found["reason"].to_pylist(), strict=True)
+    return [TAB.join(map(shown, pair)) + "\n" for pair in pairs]
 
 
 def _join(artifact: Artifact, chunks: Chunks) -> IngestContent:
@@ -217,13 +231,13 @@ def _join(artifact: Artifact, chunks: Chunks) -> IngestContent:
         artifact.writing(IMAGES) as good_path,
         artifact.writing(REJECTED) as bad_path,
         pq.ParquetWriter(good_path, SCHEMA) as good,
-        pq.ParquetWriter(bad_path, _REJECTED) as bad,
+        bad_path.open("w", encoding="utf-8") as bad,
     ):
         for number in range(chunks.count):
             part = _read_part(chunks, number)
-            is_bad = part["reason"].is_valid()
-            bad.write_table(part.filter(is_bad).select(_REJECTED.names))
-            rejected += sum(is_bad.to_pylist())
+            lines = _rejections(part)
+            bad.writelines(lines)
+            rejected += len(lines)
             fine = part.filter(part["reason"].is_null())
             # One row group for each chunk, also for one without readable images, so that both have the same number.
             good.write_table(fine.select(SCHEMA.names), row_group_size=chunks.size)

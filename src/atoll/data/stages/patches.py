@@ -158,8 +158,8 @@ class PatchesStage(EncoderStage):
         config = self.job.config.features
         return f"{config.model}, {config.patch_dimensions} dimensions"
 
-    def unneeded(self) -> str | None:
-        return None if self.job.config.features.patch_dimensions else "features.patch_dimensions is 0"
+    def unneeded(self) -> bool:
+        return not self.job.config.features.patch_dimensions
 
     def made_from(self) -> Inputs:
         config = self.job.config

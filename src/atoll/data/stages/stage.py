@@ -32,6 +32,8 @@ from atoll.encoders.pretrained import Pixels
 
 KEYS = ".keys"
 """Scratch folder of the index: an empty file NUMBER.KEY for each chunk of the source that is complete."""
+AGAIN = "-again"
+"""End of the name of such a file if the chunk is to be read again, because of rejected images."""
 
 
 @dataclass
@@ -52,8 +54,10 @@ class PrepareJob:
         self.listing = self.listing or Listing.make(self.run, self.config.data, self.source, multiple=self.multiple)
         return self.listing
 
-    def chunk_keys(self) -> list[str | None]:
+    def chunk_keys(self, *, again: bool = False) -> list[str | None]:
         """Return the keys of all chunks of the source; None for a chunk that is not checked yet.
+
+        With `again`, also return the keys of chunks that are to be read again.
 
         Open the index (`index`) if it is finished, which another worker may have done meanwhile.
         """
@@ -66,8 +70,9 @@ class PrepareJob:
         listing = self.list_source()
         keys: list[str | None] = [None] * (len(listing.lengths or ()) or -(-listing.images // self.config.data.chunk))
         for name in noted:
-            chunk, key = name.split(".")
-            keys[int(chunk)] = key
+            chunk, key = name.removesuffix(AGAIN).split(".")
+            if again or not name.endswith(AGAIN):
+                keys[int(chunk)] = key
         return keys
 
     def open_index(self) -> Index:
@@ -150,9 +155,9 @@ class Stage(ABC):
     def fill(self, worker: WorkerShare) -> None:  # noqa: B027 - most stages have nothing to fill
         """Make this worker's missing chunks, if the pass does not make them."""
 
-    def unneeded(self) -> str | None:
-        """Return why the run does not need this stage; None if it does, or if that is not known yet."""
-        return None
+    def unneeded(self) -> bool:
+        """Return whether the run does not need this stage; False as long as that is not known."""
+        return False
 
     def note(self) -> str | None:
         """Return a warning about settings that are valid but probably a mistake."""
@@ -217,8 +222,6 @@ class Stage(ABC):
 
     def state(self) -> str:
         """Return the progress of the stage, for `--dry-run`."""
-        if reason := self.unneeded():
-            return f"not needed: {reason}"
         if self.done():
             return "done"
         chunks = self.chunks() if self.in_pass or self.first_missing() is None else None

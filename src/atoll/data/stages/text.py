@@ -39,11 +39,9 @@ class TextStage(ChunkStage):
     def uses(self) -> str:
         return self.job.config.text.encoder
 
-    def unneeded(self) -> str | None:
-        if self.job.config.text.encoder == "none":
-            return "text.encoder is none"
+    def unneeded(self) -> bool:
         index = self.job.index
-        return "no image has a caption" if index and not index.content.captions else None
+        return self.job.config.text.encoder == "none" or (index is not None and not index.content.captions)
 
     def made_from(self) -> Inputs:
         config, ingested = self.job.config.text, self.job.open_index().manifest.digest
