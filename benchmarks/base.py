@@ -1,0 +1,190 @@
+"""Compare LoRA experts of one base with the base alone: memory, published bytes, and the time of an evaluation.
+
+    python benchmarks/base.py [--quick] [--json]
+
+The base is a transformer of diffusers with 138 M random weights in bfloat16, in a pipeline with tiny text encoders and
+a tiny autoencoder. Adapters have rank 16 on the projections of attention. One evaluation is the velocity of a batch of
+32 images of 64 tokens, with prompts of 16 tokens. The router runs, but its logits are replaced by given ones, so that
+the batch uses a known number of different experts. The base alone gets the whole batch in one call, with its arguments
+ready. Times are ratios of medians over interleaved repeats.
+"""
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor, nn
+
+from atoll import flow
+from atoll.core.manifests import LatentSpec
+from atoll.core.networks import LoraSpec, RouterConfig
+from atoll.core.sizes import Size
+from atoll.encoders.autoencoder import Statistics
+from atoll.encoders.base_pipeline import BasePipeline
+from atoll.ensemble import Ensemble
+from atoll.experts.batch_conditions import BatchConditions
+from atoll.experts.expert import Declaration, DeviceOptions, NetworkReference, OpenRouter
+from atoll.experts.expert_cache import weight_bytes
+from atoll.nets import Condition, build, load_network, save_network
+from atoll.nets.arguments import ArgumentTable
+from atoll.nets.base import network_arguments, opened_base, pack
+from atoll.nets.io import WEIGHTS_FILE
+from harness import Row, interleave, run
+from sample import ROUTER, Side, SpreadRouter
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from tiny_base import WIDTH, tiny_base
+
+BATCH_SIZE, PIXELS, TEXT_TOKENS, K, RANK = 32, 32, 16, 8, 16
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+DTYPE = torch.bfloat16
+TIME = 0.5
+
+
+def write_base(folder: Path) -> None:
+    """Write the pipeline: two blocks with separate weights for text and image, four with common ones, width 1024."""
+    pipeline = tiny_base()
+    pipeline.transformer = FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=2, num_single_layers=4, attention_head_dim=64, num_attention_heads=16,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, axes_dims_rope=(8, 28, 28),
+    ).to(DTYPE)  # fmt: skip
+    pipeline.save_pretrained(folder)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Case:
+    """A base, adapters in files, and functions that evaluate one batch."""
+
+    def __init__(self, folder: Path, batch_size: int) -> None:
+        self.folder, self.batch_size = folder, batch_size
+        write_base(folder / "base")
+        options = f'{{"max_sequence_length": {TEXT_TOKENS}}}'
+        pipeline = BasePipeline(f"base:{folder / 'base'}#{options}")
+        size = Size.square(PIXELS)
+        self.config = replace(pipeline.config(), lora=LoraSpec(RANK, RANK, TARGETS))
+        self.shape = pipeline.latent_shape(size)
+        torch.manual_seed(0)
+        self.x = torch.randn(batch_size, *self.shape)
+        prompts = ["", *(f"prompt {number}" for number in range(batch_size))]
+        self.table = ArgumentTable([pipeline.arguments(own, size) for own in prompts], self.config.trace.batching)
+        condition = Condition(arguments=torch.arange(1, batch_size + 1), table=self.table)
+        self.conditions = BatchConditions.of(condition, torch.arange(batch_size), reused=True)
+
+    def open_base(self) -> nn.Module:
+        """Open the base and read all its weights, which may be memory-mapped."""
+        network = FluxTransformer2DModel.from_pretrained(self.folder / "base/transformer", dtype=DTYPE)
+        for weights in network.parameters():
+            weights.sum()
+        return network.eval().requires_grad_(False)
+
+    def write_adapters(self, count: int) -> None:
+        """Write adapters with random weights."""
+        for number in range(count):
+            torch.manual_seed(number)
+            expert = build(self.config)
+            for weights in expert.parameters():
+                nn.init.normal_(weights, std=0.01)
+            save_network(expert, self.folder / f"{number:03d}")
+
+    def declaration(self, name: str, clusters: tuple[int, ...], *conditioning: str) -> Declaration:
+        """Return the declaration of an expert or the router."""
+        channels = self.shape[0]
+        space = Statistics((0.0,) * channels, (1.0,) * channels)
+        latents, bridge = LatentSpec(autoencoder="base:local", shape=self.shape), flow.Objective().bridge()
+        return Declaration(name, clusters, self.config, frozenset(conditioning), space, latents, None, (), bridge)
+
+    def ensemble(self, count: int) -> Ensemble:
+        """Return an ensemble of the first adapters, all of them in memory."""
+        references = []
+        for number in range(count):
+            folder, declared = (
+                self.folder / f"{number:03d}",
+                self.declaration(f"experts/{number}", (number,), "arguments"),
+            )
+            size = (folder / WEIGHTS_FILE).stat().st_size
+            references.append(NetworkReference(declared, partial(load_network, folder), size))
+        channels, side, _ = self.shape
+        config = RouterConfig(experts=count, channels=channels, size=side, patch=1, **ROUTER)
+        router = SpreadRouter(config).eval().requires_grad_(False)
+        declared = self.declaration("router", tuple(range(count)))
+        ensemble = Ensemble(references, OpenRouter(declared, router), device_options=DeviceOptions(dtype=DTYPE))
+        for number in range(count):
+            ensemble.cache.get(number)
+        return ensemble
+
+    def routed(self, model: Ensemble, used: int) -> Side:
+        """Return one evaluation by top-1, in which the images use this many different experts in turn."""
+        chosen = torch.arange(self.batch_size) % used
+        logits = 10 * nn.functional.one_hot(chosen, len(model.references)).float()
+
+        def evaluate() -> Tensor:
+            assert model.router is not None
+            model.router.network.given_logits = logits  # type: ignore[assignment]
+            with torch.no_grad():
+                return model.velocity(self.x, TIME, self.conditions)
+
+        return evaluate
+
+    def alone(self, network: nn.Module) -> Side:
+        """Return one evaluation of the base."""
+        rows, sigma = self.table.on(self.x.device, DTYPE).rows[1:], torch.full((self.batch_size,), TIME)
+        arguments = network_arguments(self.config.trace, pack(self.x.to(DTYPE), self.config.trace), sigma, rows)
+
+        def evaluate() -> Tensor:
+            with torch.no_grad():
+                return network(**arguments)[0]
+
+        return evaluate
+
+
+def measure(quick: bool) -> Iterable[Row]:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        case, repeats = Case(Path(name), 8 if quick else BATCH_SIZE), 3 if quick else 5
+        before = resident_bytes()
+        shared = case.open_base()
+        alone = weight_bytes(shared), resident_bytes() - before
+        stack.enter_context(opened_base(case.config, shared))
+        # Written and removed again: what is measured is opened from files.
+        case.write_adapters(2 if quick else 32)
+        gc.collect()
+        eight = case.ensemble(2 if quick else K)
+        together = weight_bytes(shared), resident_bytes() - before
+        yield Row("parameters of the base in millions", alone[0] / 2e6)
+        yield Row("bytes of base and 8 adapters over the base", together[0] / alone[0], 1.2, "lower")
+        yield Row("resident memory of base and 8 adapters over the base", together[1] / alone[1], 1.2, "lower")
+        files = sum(file.stat().st_size for file in (case.folder / "base/transformer").glob("*.safetensors"))
+        adapter = sum(file.stat().st_size for file in (case.folder / "000").iterdir())
+        yield Row("published bytes of an adapter over those of the base", adapter / files, 0.03, "lower")
+
+        used = [count for count in (1, 2, 4, 8) if count <= len(eight.references)]
+        sides: dict[str, Side] = {str(count): case.routed(eight, count) for count in used}
+        times = interleave({"base": case.alone(case.open_base()), **sides}, repeats)
+        yield Row("seconds of the base alone", times["base"], None, "lower")
+        for count in used:
+            target = 1.2 if count == used[-1] else None
+            name = f"top-1 of 8, batch of {case.batch_size} with {count} experts, over the base"
+            yield Row(name, times[str(count)] / times["base"], target, "lower")
+        if quick:
+            return
+        few, many = case.ensemble(2), case.ensemble(32)
+        growth = {"2": case.routed(few, 2), "two of 32": case.routed(many, 2), "32": case.routed(many, 32)}
+        times = interleave(growth, repeats)
+        yield Row("top-1 of 32 over top-1 of 2, all of them used", times["32"] / times["2"], 1.15, "lower")
+        yield Row("top-1 of 32, 2 of them used, over top-1 of 2", times["two of 32"] / times["2"], 1.15, "lower")
+
+
+if __name__ == "__main__":
+    run("Experts of a base", measure)
