@@ -2,17 +2,19 @@
 
     python benchmarks/base.py [--quick] [--json]
 
-The base is a transformer of diffusers with 138 M random weights in bfloat16, in a pipeline with tiny text encoders and
+The base is a transformer of diffusers with 143 M random weights in bfloat16, in a pipeline with tiny text encoders and
 a tiny autoencoder. Adapters have rank 16 on the projections of attention. One evaluation is the velocity of a batch of
-32 images of 64 tokens, with prompts of 16 tokens. The router runs, but its logits are replaced by given ones, so that
-the batch uses a known number of different experts. The base alone gets the whole batch in one call, with its arguments
-ready. Times are ratios of medians over interleaved repeats.
+32 images of 64 or 256 tokens, with prompts of 16 tokens. The router runs, but its logits are replaced by given ones, so
+that the batch uses a known number of different experts. The base alone gets the whole batch in one call, with its
+arguments ready. Times are processor times of one thread, which other work on the machine hardly changes; values are
+ratios of medians over interleaved repeats.
 """
 
 import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -43,7 +45,7 @@ from sample import ROUTER, Side, SpreadRouter
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from tiny_base import WIDTH, tiny_base
 
-BATCH_SIZE, PIXELS, TEXT_TOKENS, K, RANK = 32, 32, 16, 8, 16
+BATCH_SIZE, TEXT_TOKENS, K, RANK = 32, 16, 8, 16
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 DTYPE = torch.bfloat16
 TIME = 0.5
@@ -66,14 +68,13 @@ def resident_bytes() -> int:
 
 
 class Case:
-    """A base, adapters in files, and functions that evaluate one batch."""
+    """A base, adapters in files, and functions that evaluate one batch of images with a side in pixels."""
 
-    def __init__(self, folder: Path, batch_size: int) -> None:
+    def __init__(self, folder: Path, batch_size: int, side: int) -> None:
         self.folder, self.batch_size = folder, batch_size
-        write_base(folder / "base")
         options = f'{{"max_sequence_length": {TEXT_TOKENS}}}'
         pipeline = BasePipeline(f"base:{folder / 'base'}#{options}")
-        size = Size.square(PIXELS)
+        size = Size.square(side)
         self.config = replace(pipeline.config(), lora=LoraSpec(RANK, RANK, TARGETS))
         self.shape = pipeline.latent_shape(size)
         torch.manual_seed(0)
@@ -151,39 +152,41 @@ class Case:
 
 
 def measure(quick: bool) -> Iterable[Row]:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        case, repeats = Case(Path(name), 8 if quick else BATCH_SIZE), 3 if quick else 5
+        folder = Path(name)
+        write_base(folder / "base")
+        case, count = Case(folder, 8 if quick else BATCH_SIZE, 32), 2 if quick else K
         before = resident_bytes()
         shared = case.open_base()
         alone = weight_bytes(shared), resident_bytes() - before
         stack.enter_context(opened_base(case.config, shared))
-        # Written and removed again: what is measured is opened from files.
-        case.write_adapters(2 if quick else 32)
-        gc.collect()
-        eight = case.ensemble(2 if quick else K)
+        case.write_adapters(count)
+        ensemble = case.ensemble(count)
         together = weight_bytes(shared), resident_bytes() - before
         yield Row("parameters of the base in millions", alone[0] / 2e6)
-        yield Row("bytes of base and 8 adapters over the base", together[0] / alone[0], 1.2, "lower")
-        yield Row("resident memory of base and 8 adapters over the base", together[1] / alone[1], 1.2, "lower")
-        files = sum(file.stat().st_size for file in (case.folder / "base/transformer").glob("*.safetensors"))
-        adapter = sum(file.stat().st_size for file in (case.folder / "000").iterdir())
+        yield Row(f"weights of base and {count} adapters over the base", together[0] / alone[0], 1.2, "lower")
+        yield Row(f"resident memory of base and {count} adapters over the base", together[1] / alone[1], 1.2, "lower")
+        files = sum(file.stat().st_size for file in (folder / "base/transformer").glob("*.safetensors"))
+        adapter = sum(file.stat().st_size for file in (folder / "000").iterdir())
         yield Row("published bytes of an adapter over those of the base", adapter / files, 0.03, "lower")
 
-        used = [count for count in (1, 2, 4, 8) if count <= len(eight.references)]
-        sides: dict[str, Side] = {str(count): case.routed(eight, count) for count in used}
-        times = interleave({"base": case.alone(case.open_base()), **sides}, repeats)
+        used = [1, 2, 4, 8][: count.bit_length()]
+        sides: dict[str, Side] = {str(number): case.routed(ensemble, number) for number in used}
+        times = interleave({"base": case.alone(case.open_base()), **sides}, 3, clock=time.process_time)
         yield Row("seconds of the base alone", times["base"], None, "lower")
-        for count in used:
-            target = 1.2 if count == used[-1] else None
-            name = f"top-1 of 8, batch of {case.batch_size} with {count} experts, over the base"
-            yield Row(name, times[str(count)] / times["base"], target, "lower")
+        for number in used:
+            name = f"top-1 of {count}, {number} in use, over the base: {case.batch_size} images of 64 tokens"
+            yield Row(name, times[str(number)] / times["base"], 1.2 if number == count else None, "lower")
         if quick:
             return
-        few, many = case.ensemble(2), case.ensemble(32)
-        growth = {"2": case.routed(few, 2), "two of 32": case.routed(many, 2), "32": case.routed(many, 32)}
-        times = interleave(growth, repeats)
-        yield Row("top-1 of 32 over top-1 of 2, all of them used", times["32"] / times["2"], 1.15, "lower")
-        yield Row("top-1 of 32, 2 of them used, over top-1 of 2", times["two of 32"] / times["2"], 1.15, "lower")
+        case.write_adapters(32)
+        for tokens, own in ((64, case), (256, Case(folder, BATCH_SIZE, 64))):
+            few, many = own.ensemble(2), own.ensemble(32)
+            sides = {"2": own.routed(few, 2), "32": own.routed(many, 32)}
+            times = interleave(sides, 3, clock=time.process_time)
+            name = f"top-1 of 32 over top-1 of 2, all in use: {BATCH_SIZE} images of {tokens} tokens"
+            yield Row(name, times["32"] / times["2"], 1.15, "lower")
 
 
 if __name__ == "__main__":
