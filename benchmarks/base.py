@@ -53,6 +53,7 @@ TIME = 0.5
 
 def write_base(folder: Path) -> None:
     """Write the pipeline: two blocks with separate weights for text and image, four with common ones, width 1024."""
+    torch.manual_seed(0)
     pipeline = tiny_base()
     pipeline.transformer = FluxTransformer2DModel(
         patch_size=1, in_channels=16, num_layers=2, num_single_layers=4, attention_head_dim=64, num_attention_heads=16,
@@ -141,8 +142,10 @@ class Case:
 
     def alone(self, network: nn.Module) -> Side:
         """Return one evaluation of the base."""
-        rows, sigma = self.table.on(self.x.device, DTYPE).rows[1:], torch.full((self.batch_size,), TIME)
-        arguments = network_arguments(self.config.trace, pack(self.x.to(DTYPE), self.config.trace), sigma, rows)
+        trace, numbers = self.config.trace, range(1, self.batch_size + 1)
+        rows = [self.table.row(number, self.x.device, DTYPE) for number in numbers]
+        times = torch.full((self.batch_size,), TIME)
+        arguments = network_arguments(trace, pack(self.x.to(DTYPE), trace), times, rows)
 
         def evaluate() -> Tensor:
             with torch.no_grad():
