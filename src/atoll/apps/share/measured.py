@@ -43,6 +43,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.device import device, full_float32
 from atoll.core.manifests import EXPERT, ROUTER
+from atoll.core.networks import BaseConfig
 from atoll.data.dataset import Batch, Shards
 from atoll.experts.expert import DeviceOptions, OpenExpert, condition_of, open_expert, open_router
 from atoll.experts.run import reference_of_artifact
@@ -151,7 +152,8 @@ def figures(
 ) -> Iterator[Figure]:
     """Measure an expert: with the condition, with the null condition, guided, and beside other networks of the run.
 
-    One that is not `finished` may be as bad as an untrained one, and need not have learned the mean of its data yet.
+    One that is not `finished` may be as bad as an untrained one, and need not have learned the mean of its data yet. An
+    adapter may have the tint of its base.
     """
     fields: dict[str, _VelocityField] = {
         "with its condition": _Field(expert), "untrained": _Field(_untrained(expert, seed)), "zero": _zero_velocity,
@@ -169,16 +171,21 @@ def figures(
                 before = max(still, *(errors.bands[other] for other in noisier))
                 yield Figure(f"its error {band} {how} is larger than with more noise", error / before, GROWTH)
     shrinks = expert.declaration.bridge.prediction in ("epsilon", "score")
+    on_base = isinstance(expert.declaration.network, BaseConfig)  # untrained, it is its base
     if finished:
         yield Figure("it is no better than an untrained network of its kind", given.mean / untrained.mean, UNTRAINED)
     for how, errors in found.items():
-        least = SCALE if finished and not shrinks else min(SCALE, untrained.scale - SCALE_TOLERANCE)
+        least = SCALE if finished and not shrinks and not on_base else min(SCALE, untrained.scale - SCALE_TOLERANCE)
         yield Figure(f"its outputs {how} are larger than the data demands", -errors.scale, -least)
-        shared = {"tint": (errors.tint, TINT, zero.tint), "pattern": (errors.pattern, PATTERN, zero.pattern)}
+        begin = untrained if on_base else zero
+        shared = {
+            "tint": (errors.tint, TINT, zero.tint, begin.tint),
+            "pattern": (errors.pattern, PATTERN, zero.pattern, begin.pattern),
+        }
         # Networks of all clusters are the owner's.
-        for name, (value, limit, unlearned) in shared.items() if len(images.cluster_ranges()) == 1 else ():
-            most = max(limit, EPSILON_SHARE * unlearned) if shrinks else limit
-            most = most if finished else max(most, BAND * unlearned)
+        for name, (value, limit, still, begun) in shared.items() if len(images.cluster_ranges()) == 1 else ():
+            most = max(limit, EPSILON_SHARE * still) if shrinks else limit
+            most = max(most, BAND * begun) if on_base or not finished else most
             yield Figure(f"its outputs {how} have a {name} that all images share", value, most)
     for batch in _some_images(images, expert.device):
         yield Figure("its guided samples leave the data", _guided_size(expert, images, batch, seed=seed), MAX_RMS)
