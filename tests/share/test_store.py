@@ -1,6 +1,7 @@
 """The guarantees of a store: on a file system, in memory, and on real S3 servers."""
 
 import hashlib
+import tracemalloc
 from pathlib import Path
 from uuid import uuid4
 
@@ -10,7 +11,7 @@ import pytest
 from atoll.apps.share import transfer
 from atoll.apps.share.store import Store
 from atoll.apps.share.transfer import fetch, parts_of, read_manifest, upload
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, FileEntry, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
 from atoll.verify.untrusted import Refused
@@ -97,6 +98,16 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     upload(store, source, manifest, name=source.name)
     assert {entry.key for entry in store.entries(source.name)} == set(written)
     fetch(store, source.name, manifest, target=target)
+
+
+def test_a_huge_file_is_refused_before_its_parts_are_listed(store: Store, tmp_path: Path) -> None:
+    """A manifest may claim 2^44 bytes, half a million parts; the disk is looked at first."""
+    huge = Manifest("shards", {}, {}, {"a.safetensors": FileEntry(1 << 44, "0" * 64)})
+    tracemalloc.start()
+    with pytest.raises(AtollError, match="bytes are needed to download"):
+        fetch(store, "x", huge, target=Artifact(tmp_path, "x"))
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_two_contents_under_one_name_do_not_mix(store: Store, tmp_path: Path) -> None:
