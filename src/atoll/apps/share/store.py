@@ -159,7 +159,7 @@ class Store:
 
     def probe(self) -> None:
         """Create a key twice; raise an error if the second create succeeds, because leases would not be safe."""
-        key = f"probe/{uuid4().hex}"
+        key = f"leases/probe/{uuid4().hex}"
         if not self.create(key, b"first"):
             raise AtollError(f"{self.url}: a new key could not be created; check the store's permissions")
         second = self.create(key, b"second")
@@ -176,7 +176,7 @@ class Store:
         The offset to the monotonic clock of this machine is measured once, with an object that is written for it.
         """
         if self._clock is None:
-            key = f"probe/{uuid4().hex}"
+            key = f"leases/probe/{uuid4().hex}"
             self.write(key, b"")
             entry = self.entry(key)
             assert entry is not None
