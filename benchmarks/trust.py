@@ -27,7 +27,7 @@ from atoll.core.artifacts import Artifact
 from atoll.nets.io import WEIGHTS_FILE
 from atoll.verify.local_trust import save_root, save_snapshot
 from atoll.verify.signing import Signer
-from atoll.verify.trust import Network, Root, Signed, Snapshot
+from atoll.verify.trust import Network, Root, RootChain, Signed, Snapshot
 from harness import Row, run
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -46,14 +46,15 @@ def sign(folder: Path) -> None:
     root = Root(
         run=run_id, version=1, previous=None, expires=expires, owners=owners, publishers={}, settings=zero, shards=()
     )
-    save_root(folder, Signed(root, (signer.sign(root.statement()),)))
-    networks = {}
+    save_root(folder, Signed(root, signer.sign(root.statement())))
+    trust, networks = RootChain((root,)), {}
     for job in layout.jobs(folder):
         manifest = Artifact(folder, layout.final(job)).manifest()
         assert manifest is not None
-        networks[job] = Network(manifest=manifest.digest, weights=zero, publisher=signer.public)
-    snapshot = Snapshot(run=run_id, root=1, version=1, networks=networks)
-    save_snapshot(folder, Signed(snapshot, (signer.sign(snapshot.statement()),)))
+        signature = signer.sign(trust.statement("publish", layout.final(job), manifest.digest))
+        networks[job] = Network(manifest=manifest.digest, signature=signature)
+    snapshot = Snapshot(run=trust.run, root=1, version=1, networks=networks)
+    save_snapshot(folder, Signed(snapshot, signer.sign(snapshot.statement())))
 
 
 def open_run(folder: Path, dtype: str) -> tuple[float, float]:

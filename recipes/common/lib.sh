@@ -66,13 +66,14 @@ partition() { # partition K METHOD: the data in K clusters, for all arms with th
     $atoll prepare "$run"
 }
 
-write_settings() { # write_settings FILE: write stdin to FILE; refuse to change existing settings, which finished networks depend on
-    local new; new=$(cat)
-    if [ -f "$1" ] && [ "$new" != "$(cat "$1")" ]; then
+write_settings() { # write_settings FILE: write stdin to FILE once; refuse other settings later, because finished networks depend on them
+    local new copy; new=$(cat); copy=$(dirname "$1")/recipe.yaml # of FILE, to which the first launch adds its options
+    if [ -f "$copy" ] && [ "$new" != "$(cat "$copy")" ]; then
         echo "$1 has other settings; remove its folder, or choose another ROOT" >&2
         return 1
     fi
-    echo "$new" > "$1"
+    [ -f "$copy" ] || echo "$new" > "$1"
+    echo "$new" > "$copy"
 }
 
 make_arm() { # make_arm NAME K METHOD [EXPERTS]: a prepared run with K clusters

@@ -7,6 +7,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from PIL import Image
 from safetensors import safe_open
 
@@ -97,7 +98,9 @@ def test_an_int8_base_is_that_of_training_and_sampling(
     # Merged with the weights that it was trained with
     assert cli.main(["export", str(run), str(tmp_path / "whole"), "--model", "expert:0", "--merge"]) == 0
     whole = diffusers.AutoModel.from_pretrained(str(tmp_path / "whole"))
-    for path, layer in expert._layers:
+    adapted = {path: layer for path, layer in expert.base.named_modules() if isinstance(layer, LoraLayer)}
+    assert adapted
+    for path, layer in adapted.items():
         merged = layer.base_layer.weight + layer.get_delta_weight(expert._adapter)
         torch.testing.assert_close(whole.get_submodule(path).weight, merged, rtol=1e-6, atol=1e-6)
     assert cli.main(["sample", str(trained_base), *options, "--quantize", "int8"]) == 2

@@ -81,7 +81,7 @@ def test_every_preset_has_a_line_of_help() -> None:
 
 def test_usage_marks_optional_arguments() -> None:
     assert cli.verb_help("sample").startswith("usage: atoll sample [-h] [OPTIONS] RUN [PROMPT ...]\n")
-    assert cli.verb_help("trust").startswith("usage: atoll trust [-h] RUN [ACTION] [WORD ...] [OPTIONS]\n")
+    assert cli.verb_help("trust").startswith("usage: atoll trust [-h] [OPTIONS] RUN [ACTION] [WORD ...]\n")
 
 
 @pytest.mark.parametrize("option", ["--num_inference_steps", "--num-inference-steps", "--num_inference_steps=20"])

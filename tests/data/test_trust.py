@@ -114,16 +114,29 @@ def test_metadata_must_be_in_the_folder_and_valid(tmp_path: Path) -> None:
     for line, words in (
         ('{"file_name": 5}', "row 1: expected a file_name"),
         ('{"file_name": ["good.png"]}', "row 1: expected a file_name"),
-        ("[" * 100_000, "line 1: not JSON"),
-        ('{"file_name": "good.png", "x": ' + "9" * 5000 + "}", "line 1: not JSON"),
+        ("[" * 100_000, "row 1: "),
+        ('{"file_name": "good.png", "x": ' + "9" * 5000 + "}", "row 1: "),
     ):
         (folder / "metadata.jsonl").write_text(line)
         with pytest.raises(AtollError, match=words):
             list(open_source(folder).images())
     (folder / "metadata.jsonl").unlink()
     (folder / "metadata.csv").write_text(f"file_name,text\ngood.png,{'a' * 200_000}\n")
-    with pytest.raises(AtollError, match=r"metadata.csv: not CSV: field larger than field limit"):
+    with pytest.raises(AtollError, match=r"metadata.csv, row 1: field larger than field limit"):
         list(open_source(folder).images())
+    # With a good row, the bad ones are listed as rejected.
+    bad = f"good.png,{'a' * 200_000}"
+    (folder / "metadata.csv").write_text(f"file_name,text\n{bad}\n,nameless\ngood.png,fine\n")
+    _, large, nameless = open_source(folder).images()
+    assert reason(large) == "row 1 of metadata.csv: field larger than field limit (131072)"
+    assert reason(nameless) == "row 2 of metadata.csv: expected a file_name, got text"
+    (folder / "metadata.csv").unlink()
+    lines = ['{"file_name": 5}', "[" * 100_000, '{"file_name": "good.png", "text": "fine"}']
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    _, five, deep = open_source(folder).images()
+    assert "row 1 of metadata.jsonl: expected a file_name" in reason(five)
+    assert "row 2 of metadata.jsonl: " in reason(deep)
+    (folder / "metadata.jsonl").unlink()
     (folder / "metadata.csv").write_text(f"file_name,text,note\ngood.png,fine,{'a' * 100_000}\n")
     (image,) = open_source(folder).images()
     assert reason(image) == "its note has 100,000 characters; the limit is 65,536"

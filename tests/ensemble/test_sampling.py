@@ -178,10 +178,13 @@ def test_a_missing_or_damaged_model_is_an_error(run: Path, tmp_path: Path) -> No
         atoll.load(tmp_path)
     with pytest.raises(AtollError, match=r"unknown model 'monolit' \(did you mean 'monolith'\?\)"):
         atoll.load(run, "monolit")
-    with pytest.raises(AtollError, match=r"experts/007.*atoll train .* --expert 7"):
+    with pytest.raises(AtollError, match=r"no expert:7 in \S+; it has 3 experts"):
         atoll.load(run, "expert:7")
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
+    shutil.rmtree(damaged / "experts/002")
+    with pytest.raises(AtollError, match=r"experts/002.*atoll train .* --expert 2"):
+        atoll.load(damaged, "expert:2")
     (damaged / "experts/000/final/diffusion_pytorch_model.safetensors").write_bytes(b"short")
     with pytest.raises(AtollError, match="has 5 bytes"):
         atoll.load(damaged)

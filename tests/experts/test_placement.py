@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.core.networks import DiTConfig
 from atoll.experts.expert_cache import spread_experts
 
 DEVICES = [torch.device("cuda", number) for number in range(8)]
 
 
 def expert(size: int, images: int) -> Any:
-    return SimpleNamespace(size=size, density=SimpleNamespace(images=float(images)))
+    declaration = SimpleNamespace(network=DiTConfig())
+    return SimpleNamespace(size=size, density=SimpleNamespace(images=float(images)), declaration=declaration)
 
 
 @pytest.mark.parametrize("sizes", [[100] * 8, [100] * 32, [400, 200, 100, 50] * 8, list(range(50, 114))])

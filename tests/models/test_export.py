@@ -14,7 +14,7 @@ import torch
 import atoll
 from atoll import cli, flow
 from atoll.apps.models.export import export
-from atoll.apps.models.model_card import CardData, model_card
+from atoll.apps.models.model_card import CardData, _table, model_card
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, EXPERT, ComputeSpec
@@ -227,6 +227,15 @@ def test_paths_of_this_machine_are_not_exported(tmp_path: Path) -> None:
     samples = atoll.load(tmp_path / "out").generate(label=[0, 1], **HOW)
     assert torch.equal(samples.latents, expected.latents)
     assert all(list(a.tobytes()) == list(b.tobytes()) for a, b in zip(samples.images, expected.images, strict=True))
+
+
+def test_the_card_takes_only_text_from_the_data() -> None:
+    """Licenses and attributions are written by the author of the data."""
+    cell = "CC0\n# Heading\n<script>alert(1)</script> [click](https://evil.example) `x` | y"
+    (_, _, row) = _table(("license",), [(cell,)])
+    assert row.count("\n") == 0
+    assert "<" not in row
+    assert row == r"| CC0 # Heading &lt;script&gt;alert(1)&lt;/script&gt; \[click\](https://evil.example) \`x\` / y |"
 
 
 def test_the_card_has_data_clusters_compute_and_metrics(prepared: Path, conditioned_run: Path, tmp_path: Path) -> None:

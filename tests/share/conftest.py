@@ -22,10 +22,17 @@ from share.ceph import ceph, missing_requirement
 from share.hostile_files import NAME, Offer
 from share.servers import CREDENTIALS, moto, new_bucket
 from share.shared import POLICY, person, publishers, remote, share
-from train.conftest import merge, new_run
+from train.conftest import Copy, copier, merge
 from train.workers import TINY
 
-__all__ = ["new_run"]
+TRAINED = merge(TINY, {"train": {"lr": 3e-3}})
+"""The same 20 steps with a higher learning rate: the experts learn the mean of their data, which admission demands."""
+
+
+@pytest.fixture
+def new_run(prepared: Path, tmp_path: Path) -> Copy:
+    """Return a function that copies the prepared run: `new_run("name", train={"lr": 1})`."""
+    return copier(prepared, tmp_path, TRAINED)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +98,7 @@ def pushed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("pushed")
     run, store = folder / "run", Store.open(folder / "store")
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
-    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TRAINED)
     (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
@@ -150,7 +157,7 @@ def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with its three experts trained on one machine, without a store. Tests must not change it."""
     run = tmp_path_factory.mktemp("reference") / "run"
     shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
-    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY)
+    values = merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TRAINED)
     (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     for expert in range(3):
         train_job(resolve_job(run, config.load(run), "expert", expert=expert))

@@ -11,14 +11,6 @@ from atoll.core.artifacts import FileEntry
 from share.hostile_files import WEIGHTS, Offer
 
 
-def false_claim(offer: Offer) -> None:
-    offer.content["validation_loss"] *= 0.5
-
-
-def no_claim(offer: Offer) -> None:
-    offer.content["validation_loss"] = None
-
-
 def deep_json(offer: Offer) -> None:
     offer.files["config.json"] = b"[" * 1000 + b"]" * 1000
 
@@ -212,8 +204,6 @@ def signed_before_it_was_changed(offer: Offer) -> None:
 
 
 CLAIMS: dict[Callable[[Offer], None], str] = {
-    false_claim: "it claims a validation loss of",
-    no_claim: "it claims a validation loss of None",
     deep_json: "nested deeper than 32 levels",
     deep_manifest: "nested deeper than 32 levels",
     huge_manifest: "bytes; the limit is",

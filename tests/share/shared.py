@@ -9,6 +9,7 @@ from atoll.apps.share.owners import change_root, push
 from atoll.apps.share.remote_run import Access, RemoteRun
 from atoll.apps.share.store import Store
 from atoll.verify.signing import Signer
+from atoll.verify.trust import Network
 
 KEYS: dict[str, Signer] = {}
 POLICY = {
@@ -41,11 +42,11 @@ def key_file(name: str, folder: Path) -> Path:
 
 def share(run: Path, store: Store, owner: str = "owner", **changes: Any) -> str:
     """Push a run, then change its root and push it again; return the fingerprint."""
-    trust, _ = push(run, store, person(owner))
+    pushed, _ = push(run, store, person(owner))
     if changes:
         change_root(run, person(owner), **changes)
-        trust, _ = push(run, store, person(owner))
-    return trust.roots[0].digest
+        pushed, _ = push(run, store, person(owner))
+    return pushed.trust.roots[0].fingerprint
 
 
 def publishers(*names: str, experts: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -56,6 +57,13 @@ def publishers(*names: str, experts: tuple[int, ...] | None = None) -> dict[str,
 def remote(store: Store, folder: Path | None = None, *, by: str | None = None, trust: str | None = None) -> RemoteRun:
     """Open a shared run as somebody; without a fingerprint, as `--unsigned` does."""
     return RemoteRun.open(store, folder, Access(trust, trust is None, person(by) if by else None))
+
+
+def network_by(author: RemoteRun, job: str, manifest: str = "1" * 64, weights: str = "2" * 64) -> Network:
+    """Return the entry of a snapshot for a network that somebody has signed."""
+    signature = author.sign("publish", f"{job}/final", manifest, weights=weights)
+    assert signature is not None
+    return Network(manifest=manifest, signature=signature)
 
 
 def lease_of(store: Store, job: str) -> LeaseStatus:

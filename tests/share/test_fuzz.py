@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from atoll.apps.share.admission import Contribution, check_declaration, check_files
 from atoll.apps.share.lease_records import Record, key_of, list_leases, read_record
-from atoll.apps.share.remote_run import split_url
-from atoll.apps.share.safetensors_headers import safetensors_header
+from atoll.apps.share.remote_run import Access, split_url
 from atoll.apps.share.shared_settings import read_shared
 from atoll.apps.share.store import Store
 from atoll.core.artifacts import Artifact, to_json
@@ -30,7 +29,7 @@ from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT, EXPERT, ROUTER, SHARDS
 from atoll.core.metrics_file import parse_lines
 from atoll.verify.signing import Signature
-from atoll.verify.trust import Root, RootChain, Snapshot, parse_signed
+from atoll.verify.trust import Objects, Root, RootChain, Snapshot, parse_signed
 from atoll.verify.untrusted import strict_json, strict_manifest
 from share.conftest import Published
 from share.hostile_files import WEIGHTS
@@ -110,8 +109,10 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("fuzz")
     objects = published.objects
     root = next(data for name, data in sorted(objects.items()) if name.startswith("root/000002"))
-    snapshot = next(data for name, data in sorted(objects.items(), reverse=True) if name.startswith("snapshot/"))
-    trust = RootChain.of({name: data for name, data in objects.items() if name.startswith("root/")}, None, "it")
+    newest = max(name for name in objects if name.startswith("snapshot/"))
+    snapshot = objects[newest]
+    roots = Objects(tuple(sorted(name for name in objects if name.startswith("root/"))), objects.get)
+    trust = RootChain.up_to(roots, None, "it").extended(roots)
     expert = Artifact(reference, "experts/001/final")
     manifest, shards = expert.open(EXPERT), Artifact(reference, "data/shards/cluster_001").open(SHARDS)
     record = to_json(json.loads(Record.model_validate(GOOD).model_dump_json()))
@@ -127,11 +128,6 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
         assert set(list_leases(store).leases) <= {"experts/001"}
         return read_record(store, "experts/001", 0, authority=None)
 
-    def header(data: bytes) -> object:
-        file = folder / "it.safetensors"
-        file.write_bytes(data)
-        return safetensors_header(file)
-
     def weights(data: bytes) -> object:
         """Check the files of an expert whose weights are these bytes."""
         target = Artifact(folder, "experts/001/final")
@@ -144,8 +140,8 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
         return check_files(Contribution("experts/001", offered, (shards,), trust.current.policy), target)
 
     def chain(data: bytes) -> object:
-        files = {name: old for name, old in objects.items() if name.startswith("root/000001")}
-        return RootChain.of({**files, "new": data}, None, "it")
+        found = Objects(roots.names, lambda name: data if "/000002" in name else objects[name])
+        return RootChain.up_to(found, None, "it").extended(found)
 
     return {
         "json": Parser(lambda data: strict_json(data, "it", 1 << 16), root),
@@ -158,10 +154,9 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
         "root": Parser(lambda data: parse_signed(Root, data, "it"), root),
         "chain of roots": Parser(chain, root),
         "snapshot": Parser(lambda data: parse_signed(Snapshot, data, "it"), snapshot),
-        "newest snapshot": Parser(lambda data: trust.newest_snapshot({"it": data}), snapshot),
+        "newest snapshot": Parser(lambda data: trust.newest_snapshot(Objects((newest,), lambda _: data)), snapshot),
         "lease": Parser(stored, record),
         "settings": Parser(lambda data: read_shared(data, "it"), objects["atoll.yaml"], is_json=False),
-        "safetensors": Parser(header, expert.path(WEIGHTS).read_bytes()[:4096], is_json=False),
         "weights": Parser(weights, expert.path(WEIGHTS).read_bytes(), is_json=False),
         "metrics": Parser(parse_lines, b'{"images": 8, "total": 16, "images_per_second": 1.0, "loss": 1.0}\n' * 3),
     }
@@ -169,7 +164,7 @@ def parsers(published: Published, reference: Path, tmp_path_factory: pytest.Temp
 
 NAMES = (
     "json", "manifest", "declaration", "expert", "router", "shards", "checkpoint", "root", "chain of roots", "snapshot",
-    "newest snapshot", "lease", "settings", "safetensors", "weights", "metrics",
+    "newest snapshot", "lease", "settings", "weights", "metrics",
 )  # fmt: skip
 
 
@@ -196,7 +191,7 @@ def test_hostile_input_gives_an_error_of_atoll(parsers: dict[str, Parser], name:
 def test_the_unchanged_input_is_accepted(parsers: dict[str, Parser], name: str) -> None:
     """Otherwise the fuzzing would not get beyond the first check."""
     parser = parsers[name]
-    if name in ("router", "checkpoint", "safetensors"):  # of another kind, or cut
+    if name in ("router", "checkpoint"):  # of another kind
         with pytest.raises(AtollError):
             parser.parse(parser.valid)
     else:
@@ -208,11 +203,13 @@ def test_the_unchanged_input_is_accepted(parsers: dict[str, Parser], name: str) 
 @given(url=st.text(max_size=200), fingerprint=st.none() | st.text(max_size=80))
 def test_any_url_is_split_or_refused(url: str, fingerprint: str | None) -> None:
     try:
-        base, found = split_url(url, fingerprint)
+        base, given = split_url(url, fingerprint)
+        found, version = Access(given).parsed()
     except AtollError:
         return
     assert "#sha256=" not in base
-    assert found is None or len(found) == 64
+    assert found is None or 32 <= len(found) <= 64
+    assert 0 <= version < 1_000_000
 
 
 @pytest.mark.slow

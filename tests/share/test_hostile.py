@@ -19,13 +19,14 @@ from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.manifests import EXPERT, SHARDS
 from atoll.data.prepare import prepare
+from atoll.nets.io import weights_digest
 from atoll.train import resolve_job, train_job
-from atoll.verify.trust import Network, Policy
+from atoll.verify.trust import Policy
 from atoll.verify.untrusted import Refused
 from shapes import write_run
 from share.hostile_files import FILES, NAME, WEIGHTS, Offer, not_a_number
 from share.hostile_manifests import CLAIMS
-from share.shared import person, publishers, remote, share
+from share.shared import network_by, person, publishers, remote, share
 from train.workers import TINY
 
 HOSTILE = FILES | CLAIMS
@@ -40,7 +41,7 @@ def test_the_density_of_another_cluster_is_refused(
 ) -> None:
     offer.files[DENSITY_FILE] = (reference / "data/shards/cluster_002" / DENSITY_FILE).read_bytes()
     with pytest.raises(Refused, match="not the density in the shards of cluster 1"):
-        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=False)
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
 
 
 def test_a_density_of_shards_without_one_is_refused(reference: Path) -> None:
@@ -57,9 +58,19 @@ def test_a_density_of_shards_without_one_is_refused(reference: Path) -> None:
 
 def test_a_valid_contribution_is_admitted(opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:
     digest = offer.put(opened)
-    reviewed = review(opened, JOB, digest, quarantine=tmp_path / "quarantine", measure=True)
-    assert reviewed.artifact.open(EXPERT, verify=True).digest == digest == reviewed.network.manifest
-    assert reviewed.network.publisher == person("ann").public
+    network = review(opened, JOB, digest, quarantine=tmp_path / "quarantine")
+    assert (network.manifest, network.publisher) == (digest, person("ann").public)
+    assert network.weights == weights_digest(sorted(offer.tensors().items()))
+
+
+@pytest.mark.parametrize("claim", [0.0, None, 1e9])
+def test_the_admitter_records_its_own_figure_and_not_the_claim(
+    claim: float | None, opened: RemoteRun, offer: Offer, reference: Path, tmp_path: Path
+) -> None:
+    offer.content["validation_loss"] = claim
+    network = review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
+    true = Artifact(reference, NAME).read(EXPERT).validation_loss
+    assert network.error == pytest.approx(true, rel=0.2)
 
 
 def test_the_validation_loss_of_an_expert_on_scaled_latents_is_measured_with_the_moments_of_its_data(
@@ -73,8 +84,9 @@ def test_the_validation_loss_of_an_expert_on_scaled_latents_is_measured_with_the
     made = train_job(resolve_job(run, config, "expert", expert=0))
     store = Store.open(f"memory://{uuid4().hex}")
     share(run, store)
-    reviewed = review(remote(store), "experts/000", made.digest, quarantine=tmp_path / "quarantine", measure=True)
-    assert reviewed.artifact.open(EXPERT).content["statistics"]["data_mean"][0] > 0.3
+    assert made.content["statistics"]["data_mean"][0] > 0.3
+    network = review(remote(store), "experts/000", made.digest, quarantine=tmp_path / "quarantine")
+    assert network.error == pytest.approx(made.content["validation_loss"], rel=0.2)
 
 
 @pytest.mark.parametrize("corrupt", HOSTILE, ids=lambda corrupt: corrupt.__name__)
@@ -84,7 +96,7 @@ def test_a_hostile_contribution_is_refused(
     corrupt(offer)
     digest = offer.put(opened)
     with pytest.raises(Refused, match=HOSTILE[corrupt]):
-        review(opened, JOB, digest, quarantine=tmp_path / "quarantine", measure=True)
+        review(opened, JOB, digest, quarantine=tmp_path / "quarantine")
     assert not (tmp_path / "quarantine").exists()
     assert not Path("/tmp/atoll-was-here").exists()
     assert not list(tmp_path.glob("*escaped*"))
@@ -101,8 +113,7 @@ def test_a_run_with_a_refused_expert_samples_with_the_others(reference: Path, of
     not_a_number(offer)
     owner = remote(store, by="owner")
     # A careless admitter lists it without a review.
-    network = Network(manifest=offer.put(owner), weights="0" * 64, publisher=person("ann").public)
-    owner.write_snapshot({JOB: network})
+    owner.write_snapshot({JOB: network_by(remote(store, by="ann"), JOB, offer.put(owner))})
     verdicts = pull(remote(store, tmp_path / "model"), tmp_path / "model")
     assert verdicts["experts/000"] == verdicts["experts/002"] == "fetched"
     assert verdicts["experts/001"].startswith("refused: ")

@@ -3,16 +3,16 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll import cli
 from atoll.apps.share import lease_records, worker
+from atoll.apps.share.admit import admit
 from atoll.apps.share.lease_records import Record, key_of, list_leases
 from atoll.apps.share.leases import KEPT_EPOCHS, Lease, LeaseLost
+from atoll.apps.share.owners import change_root, push
 from atoll.apps.share.remote_run import Access, RemoteRun
 from atoll.apps.share.status import status
 from atoll.apps.share.store import Store
@@ -20,7 +20,7 @@ from atoll.apps.share.worker import open_worker
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError
 from share.conftest import Published
-from share.shared import key_file, lease_of, person, remote
+from share.shared import person, publishers, remote
 from share.test_records import GOOD
 
 JOB = "experts/002"
@@ -47,94 +47,53 @@ def current(store: Store, reader: RemoteRun | None = None) -> Record | None:
     return found.record if found else None
 
 
-OVER: dict[str, Callable[[Store, Lease], object]] = {
-    "next epoch": lambda store, _: write(store, 1),
-    "for a day": lambda store, _: write(store, 1, duration=86400.0),
-    "last epoch": lambda store, _: write(store, 999_999),
-    "jump": lambda store, _: write(store, 40),
-    "made before": lambda store, _: [write(store, epoch) for epoch in (2, 3, 4)],
-    "many": lambda store, _: [write(store, epoch) for epoch in range(1, 30)],
-    "released": lambda store, _: write(store, 1, state="released"),
-    "failed": lambda store, _: write(store, 1, state="failed", failures=3),
-    "done": lambda store, _: write(store, 1, state="done", manifest="1" * 64),
-    "done without a manifest": lambda store, _: write(store, 1, state="done"),
-    "proposed": lambda store, _: write(store, 1, state="proposed", manifest="1" * 64),
-    "fast": lambda store, _: write(store, 1, rate=1e9, total=1000, images=999, published=999),
-    "nonce of the holder": lambda store, lease: write(store, 1, nonce=lease.record.nonce),
-    "end with the nonce of the holder": lambda store, lease: write(
-        store, 1, nonce=lease.record.nonce, state="released"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OVER)
-def test_a_live_lease_cannot_be_taken(name: str, published: Published, tmp_path: Path) -> None:
-    """The holder goes on, others see it, and status shows the record."""
+def test_a_contributor_who_takes_a_live_lease_costs_time_and_nothing_else(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bob may publish the expert, too. Ann's worker stops; without bob's key she trains it to its end."""
     store = Store.open(tmp_path / "store")
     published.copy(store)
-    lease = held(store)
-    OVER[name](store, lease)
-    assert current(store) == lease.record
-    line = next(line for line in status(store, remote(store)) if line.job == JOB)
-    assert (line.state, line.where) == ("running", "ann")
-    assert f"ignored a record: leases/{JOB}/" in line.why
-    reader = remote(store)
-    for images in range(1, KEPT_EPOCHS + 4):  # until old records were deleted
-        lease.renew(images=images)
-        assert current(store, reader) == lease.record
-    lease.end("released")
-    assert current(store) == lease.record
-    other = Lease.acquire(store, JOB, 3600, authority=remote(store, by="bob"))
-    assert other is not None, "what is free can be taken"
-    assert lease_of(store, JOB).record.images == KEPT_EPOCHS + 3
-
-
-def test_a_contributor_cannot_stop_the_join_of_another(place: Store, tmp_path: Path) -> None:
-    """On files and on an S3 server: bob writes over the lease while ann trains; then the expert is admitted."""
-    renew, attacks = Lease.renew, iter(range(1, 999_999))
+    renew, taken = Lease.renew, list[Record]()
 
     def attacked(self: Lease, **changes: Any) -> None:
-        write(place, self.record.epoch + 1, state=("held", "failed", "released")[next(attacks) % 3])
+        if not taken:
+            taken.append(write(store, self.record.epoch + 1, duration=86400.0))
         renew(self, **changes)
 
-    fingerprint = remote(place).trust.roots[0].digest
-    url = f"{place.url}#sha256={fingerprint}"
-    options = ("--folder", str(tmp_path / "ann"), "--expert", "2", "--publish-every", "0")
-    write(place, 999_999)
+    ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")), publish_every=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lease, "renew", attacked)
-        assert cli.main(["join", url, "--key", str(key_file("ann", tmp_path)), *options]) == 0
-    assert next(attacks) > 1, "bob wrote a record, at least one: renewals depend on the time"
-    found = current(place)
-    assert found is not None
-    assert (found.state, found.key) == ("proposed", person("ann").public)
-    write(place, found.epoch + 1, state="failed", failures=3)
-    owner = ("--key", str(key_file("owner", tmp_path)), "--folder", str(tmp_path / "owner"))
-    assert cli.main(["admit", url, *owner]) == 0
-    assert JOB in remote(place).networks()
+        assert ann.run(expert=2) == 0
+    assert current(store) == taken[0]
+    assert "nothing was published" in capsys.readouterr().out
+    line = next(line for line in status(store, remote(store)) if line.job == JOB)
+    assert (line.state, line.where) == ("running", "bob")
+    withdraw_bob(published, store, tmp_path)
+    ann.store._clock = ann.store.now() - time.monotonic() + 300  # her own lease has expired, too
+    assert ann.run(expert=2) == 1
+    assert admit(remote(store, by="owner"), tmp_path / "o") == {JOB: "admitted"}
 
 
-@pytest.mark.parametrize("state", ["proposed", "done"])
-def test_a_contribution_that_waits_cannot_be_replaced(state: Any, published: Published, tmp_path: Path) -> None:
+def withdraw_bob(published: Published, store: Store, folder: Path) -> None:
+    shutil.copytree(published.run, folder / "owner")
+    change_root(folder / "owner", person("owner"), withdrawn_keys=(person("bob").public,), publishers=publishers("ann"))
+    push(folder / "owner", store, person("owner"))
+
+
+@pytest.mark.parametrize("state", ["released", "failed", "proposed", "done"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_highest_epoch_counts_and_no_time(state: Any, order: str, published: Published, tmp_path: Path) -> None:
+    """Bob writes a lower epoch, which the store has had for longer, or for less time, than ann's."""
     store = Store.open(f"memory://{tmp_path.name}{state}")
     published.copy(store)
-    lease = Lease.acquire(store, JOB, 3600, authority=remote(store, by="owner" if state == "done" else "ann"))
+    manifest = "1" * 64 if state in ("proposed", "done") else None
+    for by, epoch in (("bob", 3), ("ann", 7))[:: 1 if order == "before" else -1]:
+        wrote = {"ann": {"issued": 0.0}, "bob": {"state": state, "manifest": manifest, "issued": 9e9}}
+        made = write(store, epoch, by, **wrote[by])
+    lease = current(store)
     assert lease is not None
-    lease.end(state, manifest="1" * 64)
-    for epoch, changes in enumerate([{}, {"state": "released"}, {"state": "proposed", "manifest": "2" * 64}], 2):
-        write(store, epoch, **changes)
-    assert current(store) == lease.record
-
-
-def test_a_first_record_far_above_does_not_block_a_job(published: Published, tmp_path: Path) -> None:
-    store = Store.open(f"memory://{tmp_path.name}")
-    published.copy(store)
-    write(store, 999_999)
-    write(store, lease_records.MAX_FIRST_EPOCH + 1)
-    assert current(store) is None
-    lease = held(store)
-    lease.renew()
-    assert (lease.record.epoch, lease.lost) == (1, False)
+    assert (lease.epoch, lease.holder) == (7, "ann")
+    assert made.epoch == (7 if order == "before" else 3)
 
 
 def test_a_deleted_epoch_that_is_written_again_does_not_count(published: Published, tmp_path: Path) -> None:
@@ -143,18 +102,16 @@ def test_a_deleted_epoch_that_is_written_again_does_not_count(published: Publish
     lease = held(store)
     for _ in range(KEPT_EPOCHS + 6):
         lease.renew()
-    reader = remote(store)
-    assert not store.taken(key_of(JOB, 2))
+    assert store.entry(key_of(JOB, 2)) is None
     for epoch in (2, 3, 0):
         write(store, epoch)
     assert current(store) == lease.record
-    for _ in range(2 * KEPT_EPOCHS):
-        lease.renew()
-        assert current(store, reader) == lease.record
-    assert len(store.entries(f"leases/{JOB}")) <= KEPT_EPOCHS + 1
+    lease.renew()
+    assert current(store) == lease.record
+    assert len(store.entries(f"leases/{JOB}")) <= KEPT_EPOCHS
 
 
-def test_links_and_folders_at_keys_do_not_end_the_chain(published: Published, tmp_path: Path) -> None:
+def test_links_and_folders_at_keys_stop_no_holder(published: Published, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     published.copy(store)
     lease = held(store)
@@ -169,7 +126,7 @@ def test_links_and_folders_at_keys_do_not_end_the_chain(published: Published, tm
 def test_an_expired_lease_can_be_taken_and_stays_taken(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the sleeper writes far above, and after the key of the taker was used elsewhere."""
+    """Also if the sleeper's clock has stopped."""
     monkeypatch.setattr(lease_records, "MARGIN", 0.1)
     store = Store.open(f"memory://{tmp_path.name}")
     published.copy(store)
@@ -181,10 +138,8 @@ def test_an_expired_lease_can_be_taken_and_stays_taken(
     bob._deadline = time.monotonic() + 1000
     with pytest.raises(LeaseLost):
         bob.renew()
-    write(store, 2, nonce=bob.record.nonce)
-    write(store, 50, nonce=bob.record.nonce)
     lease.renew()
-    assert (lease.record.epoch, current(store)) == (3, lease.record)
+    assert (lease.record.epoch, current(store)) == (2, lease.record)
 
 
 def test_the_owner_takes_any_lease(published: Published, tmp_path: Path) -> None:
@@ -198,18 +153,13 @@ def test_the_owner_takes_any_lease(published: Published, tmp_path: Path) -> None
 
 
 def test_a_withdrawn_key_leaves_the_work_of_others(published: Published, tmp_path: Path) -> None:
-    """Bob's records count as none, and those of ann after them still count."""
-    from atoll.apps.share.owners import change_root, push
-
+    """Bob's records count as none: also the last epoch, after which there is none."""
     store = Store.open(f"memory://{tmp_path.name}")
     published.copy(store)
-    write(store, 0, state="failed", failures=3)
+    write(store, 999_999, state="failed", failures=3)
     ann = open_worker(store.url, tmp_path / "a", Access(None, True, person("ann")))
     assert ann._acquire_any(2)[0] is None, "three failures: nobody takes it"
-    run = tmp_path / "owner"
-    shutil.copytree(published.run, run)
-    change_root(run, person("owner"), withdrawn_keys=(person("bob").public,))
-    push(run, store, person("owner"))
+    withdraw_bob(published, store, tmp_path)
     lease, _ = ann._acquire_any(2)
     assert lease is not None
     lease.renew()

@@ -1,11 +1,15 @@
 """Attacks on versions of the root, on snapshots, and on what a user remembers of a run."""
 
+import hashlib
 import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save
 
 from atoll import cli
 from atoll.apps.share.admit import admit
@@ -17,11 +21,12 @@ from atoll.apps.share.status import status
 from atoll.apps.share.store import Store
 from atoll.apps.share.transfer import upload
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
-from atoll.core.manifests import EXPERT
+from atoll.core.artifacts import Artifact, FileEntry
+from atoll.core.manifests import EXPERT, SHARDS
+from atoll.nets.io import WEIGHTS_FILE, weights_digest
 from atoll.verify.trust import Root, RootChain, Signed, parse_signed
 from share.conftest import Published
-from share.shared import person, publishers, remote
+from share.shared import key_file, person, publishers, remote
 
 pytestmark = pytest.mark.hostile
 JOB = "experts/002"
@@ -52,7 +57,8 @@ def propose(signer: RemoteRun, holder: RemoteRun, reference: Path) -> None:
     """Publish a trained expert with the signature of `signer`, and propose it with the lease of `holder`."""
     artifact = Artifact(reference, layout.final(JOB))
     manifest = artifact.open(EXPERT)
-    signer.write_signature("publish", artifact.name, manifest.digest)
+    weights = weights_digest(sorted(load_file(artifact.path(WEIGHTS_FILE)).items()))
+    signer.write_signature("publish", artifact.name, manifest.digest, weights=weights)
     upload(signer.store, artifact, manifest, name=artifact.name)
     lease = Lease.acquire(signer.store, JOB, 60, authority=holder)
     if lease is not None:
@@ -108,7 +114,7 @@ def hostile_twin(published: Published, place: Path, *, versions: int, **changes:
     previous = None
     for version in range(1, versions + 1):
         root = Root.model_validate(values | changes | {"version": version, "previous": previous})
-        signed = Signed(root, (person("mallory").sign(root.statement()),))
+        signed = Signed(root, person("mallory").sign(root.statement()))
         twin.write(layout.root(version, root.digest), signed.to_json())
         previous = root.digest
     return twin
@@ -169,3 +175,66 @@ def test_withdrawing_the_only_admitter_locks_out_nobody(
     assert sorted(remote(store).networks()) == (["experts/001"] if unpublished else [])
     assert admit(remote(store, by="owner"), tmp_path / "a") == {JOB: "admitted"}
     assert pull(remote(store, tmp_path / "m"), tmp_path / "m")[JOB] == "fetched"
+
+
+def test_objects_among_roots_and_snapshots_cost_no_memory(store: Store) -> None:
+    """Names of another pattern are not read. The others are read one by one and dropped."""
+    before = remote(store, by="eve")
+    for number in range(30):
+        digest = f"{number:064x}"
+        store.write(f"root/{number}", bytes(1 << 20))
+        store.write(layout.root(1, digest), bytes(1 << 20))
+        store.write(layout.root(3, digest), bytes(1 << 20))
+        store.write(layout.snapshot(2, 100 + number), bytes(1 << 20))
+    reads: list[str] = []
+    read = Store.read
+    tracemalloc.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "read", lambda self, key, *limit: reads.append(key) or read(self, key, *limit))
+        opened = remote(store, by="eve", trust=before.trust.roots[0].fingerprint)
+        assert opened.networks().keys() == before.networks().keys()
+    assert tracemalloc.get_traced_memory()[1] < 12 << 20, "one object, as bytes and as text"
+    tracemalloc.stop()
+    assert not [key for key in reads if key.startswith(("root/000001-0000", "root/1"))]
+
+
+LIES: dict[str, tuple[str, bytes, str]] = {
+    "another file": ("../x.pem", b"x", "only letters, digits"),
+    "a hidden name": ("notes.pkl", b"x", "which is no file of shards"),
+    "no safetensors": ("train-000000.safetensors", b"x" * 100, "is not a shard"),
+    "no images": ("train-000000.safetensors", save({"x": torch.zeros(1)}), "is not a shard"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_signed_shards_that_lie_are_refused(
+    name: str, published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hostile owner signs the digests of these shards; whoever joins gets an error of Atoll, and no other file."""
+    file, data, reason = LIES[name]
+    twin = Store.open(tmp_path / "twin")
+    artifact = Artifact(published.run, layout.shards(1))
+    manifest = artifact.open(SHARDS)
+    entry = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+    lying = replace(manifest, files={**manifest.files, file: entry})
+    upload(twin, artifact, manifest, name=artifact.name)
+    twin.write(f"{artifact.name}/sha256/{entry.sha256}", data)
+    twin.write(f"{artifact.name}/manifests/{lying.digest}.json", lying.to_json())
+    root = Root.model_validate(
+        remote(Store.open(_copy(published, tmp_path))).trust.roots[0].model_dump()
+        | {"owners": {"m": person("mallory").public}, "publishers": "anyone"}
+        | {"shards": (lying.digest,) * 3}
+    )
+    twin.write("atoll.yaml", published.objects["atoll.yaml"])
+    twin.write(layout.root(1, root.digest), Signed(root, person("mallory").sign(root.statement())).to_json())
+    key = ("--key", str(key_file("ann", tmp_path)))
+    url = f"{twin.url}#sha256={root.fingerprint}"
+    assert cli.main(["join", url, "--expert", "1", "--folder", str(tmp_path / "ann"), *key]) == 2
+    output = capsys.readouterr()
+    assert reason in output.out + output.err
+    assert not list(tmp_path.rglob("notes.pkl"))
+
+
+def _copy(published: Published, folder: Path) -> Path:
+    published.copy(Store.open(folder / "honest"))
+    return folder / "honest"

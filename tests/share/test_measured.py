@@ -1,9 +1,9 @@
 """Networks that behave badly where sampling looks: each is refused with a reason."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,24 @@ from atoll import flow
 from atoll.apps.share.admission import review
 from atoll.apps.share.admit import admit
 from atoll.apps.share.leases import Lease
-from atoll.apps.share.measured import _check_guided, check_expert, check_measured
+from atoll.apps.share.measured import check_expert, check_measured, figures
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.store import Store
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind
 from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.networks import read_network
 from atoll.data.dataset import Shards
-from atoll.experts.expert import Declaration, DeviceOptions, OpenExpert, open_expert
+from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import validate
 from atoll.nets import Condition, PreparedCondition, build
 from atoll.nets.io import weights_digest
-from atoll.verify.trust import Network, Policy
+from atoll.verify.trust import Policy
 from atoll.verify.untrusted import Refused
 from share.conftest import Published
 from share.hostile_files import NAME, WEIGHTS, Offer, header, split
-from share.shared import person, remote
+from share.shared import network_by, remote
 
 JOB = "experts/001"
-
-
-def claim_honestly(offer: Offer, reference: Path) -> None:
-    """Declare the loss that these weights have, with the seed of the manifest."""
-    manifest = Manifest("expert", offer.made_from, offer.content, {})
-    declaration = Declaration.of(EXPERT.parse(manifest, "offer"))
-    network = build(declaration.network)
-    network.load_state_dict(offer.tensors())
-    expert = OpenExpert(declaration, network.eval())
-    validation = Shards.open(reference, [1], "validation")
-    loss = validate(expert.velocity, validation, seed=0, conditioning=expert.conditioning).mean
-    offer.content["validation_loss"] = loss
 
 
 def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Offer], None]:
@@ -77,7 +64,8 @@ def other_text_width(offer: Offer) -> None:
     offer.files[WEIGHTS] = save(build(read_network(offer.content["network"])).state_dict())
 
 
-NULL, UNTRAINED = "null condition|guided samples", "an untrained network of its kind has"
+NULL, UNTRAINED = "null condition|guided samples", "no better than an untrained network of its kind"
+TINT = "that all images share"
 BEHAVIOR: dict[str, tuple[Callable[[Offer], None], str]] = {
     "null 3e38": (with_tensor("null_text", lambda part: torch.full_like(part, 3e38)), NULL),
     "null -3e38": (with_tensor("null_text", lambda part: torch.full_like(part, -3e38)), NULL),
@@ -85,29 +73,37 @@ BEHAVIOR: dict[str, tuple[Callable[[Offer], None], str]] = {
         with_tensor("null_text", lambda part: part.index_fill(0, torch.tensor([0]), 3e38)),
         NULL,
     ),
-    "output of other size": (with_tensor("final.linear.weight", lambda part: 30 * part), f"{UNTRAINED}|the limit is"),
+    # After 20 steps the network hardly uses its text: 25, which ruins an expert of emoji, changes nothing here.
+    "null 100": (with_tensor("null_text", lambda part: torch.full_like(part, 100.0)), NULL),
+    "output of other size": (
+        with_tensor("final.linear.weight", lambda part: 30 * part),
+        f"{UNTRAINED}|is too large|larger than the data demands",
+    ),
+    "tint of 0.3": (with_tensor("final.linear.bias", lambda part: part + 0.3), TINT),
+    "tint of 0.6": (with_tensor("final.linear.bias", lambda part: part + 0.6), f"{TINT}|at time 1 with"),
+    "not a number": (with_tensor("final.linear.bias", lambda part: part / 0), "not finite"),
     "untrained": (untrained, UNTRAINED),
     "hardly changed": (hardly_changed, UNTRAINED),
 }
 
 
 @pytest.mark.parametrize("name", BEHAVIOR)
-def test_hostile_behavior_is_refused(
-    name: str, opened: RemoteRun, offer: Offer, reference: Path, tmp_path: Path
-) -> None:
-    """The contributor declares its true loss, so that only the behavior gives it away."""
+def test_hostile_behavior_is_refused(name: str, opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:
+    """The refusal says what is wrong, and has no number that a cheater could aim at."""
     corrupt, reason = BEHAVIOR[name]
     corrupt(offer)
-    claim_honestly(offer, reference)
-    with pytest.raises(Refused, match=reason):
-        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+    with pytest.raises(Refused, match=reason) as refused:
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
     assert not (tmp_path / "quarantine").exists()
+    assert not re.search(
+        r"\d", re.sub(r"at times? [\d.]+( to [\d.]+)?|experts/\d+|times from [\d.]+ to [\d.]+", "", str(refused.value))
+    )
 
 
 def test_a_network_that_cannot_read_the_data_is_refused(opened: RemoteRun, offer: Offer, tmp_path: Path) -> None:
     other_text_width(offer)
     with pytest.raises(Refused, match="it cannot be evaluated on the data of this run"):
-        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
 
 
 def test_a_loss_that_only_the_seed_of_the_contributor_gives_is_refused(
@@ -116,8 +112,8 @@ def test_a_loss_that_only_the_seed_of_the_contributor_gives_is_refused(
     """The limit applies to the loss with the admitter's seed, whatever the contributor declares."""
     content = opened.trust.current.policy.model_copy(update={"max_validation_loss": 0.5})
     monkeypatch.setattr(RemoteRun, "policy", content)
-    with pytest.raises(Refused, match=r"on the shards of this run is [\d.]+; the limit is 0.5"):
-        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+    with pytest.raises(Refused, match=r"the policy allows a validation loss of 0.5, and it has a larger one"):
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
 
 
 # Outputs that are wrong only where somebody looks
@@ -144,63 +140,78 @@ def at(start: float, end: float, size: float = 2.0) -> Callable[[Tensor, Tensor,
     return lambda v, t, _: v + size * noise_like(v) * ((t >= start) & (t <= end))
 
 
+def board(x: Tensor) -> Tensor:
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in x.shape[2:]), indexing="ij")
+    return 1 - 2.0 * ((rows + columns) % 2)
+
+
 POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
-    "the start": (at(0.99, 1), "at time 1 is|at times from 0.9 to 1.0"),
-    "exactly the start": (at(1, 1), "at time 1 is"),
+    "the start": (at(0.99, 1), "at time 1 |at times from 0.9 to 1.0"),
+    "exactly the start": (at(1, 1), "at time 1 "),
     "the end": (at(0, 0.1), "at times from 0.0 to 0.1"),
     "the first half of the end": (at(0, 0.05), "at times from 0.0 to 0.1|at time 0.0"),
     "the middle": (at(0.45, 0.55), "at times from 0.[45]"),
     "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
     "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
-    "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 is inf"),
-    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 is nan"),
+    "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 "),
+    "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 "),
     "null": (lambda v, _, null: v + noise_like(v) if null else v, "with the null condition"),
-    "null at the start": (lambda v, t, null: v + 2 * noise_like(v) * (null and t == 1), "at time 1 .* with the null"),
-    "null at the end": (lambda v, t, null: v + 2 * null * (t < 0.1), "to 0.1 .* with the null condition"),
+    "null at the start": (lambda v, t, null: v + 2 * noise_like(v) * (null and t == 1), "at time 1 with the null"),
+    "null at the end": (lambda v, t, null: v + 2 * null * (t < 0.1), "to 0.1 with the null condition"),
     "null of the other sign": (lambda v, _, null: -v if null else v, "with the null condition"),
     "null that is not a number": (lambda v, _, null: v + torch.nan if null else v, "with the null condition"),
-    "condition of the other sign": (lambda v, _, null: v if null else -v, "with its condition; at most"),
-    "large outputs": (lambda v, _t, _n: 8 * v, "an untrained network|allowed there|as large as the data"),
-    "constant": (lambda v, _t, _n: v + 1, "an untrained network|allowed there|as large as the data"),
+    "condition of the other sign": (lambda v, _, null: v if null else -v, "with its condition"),
+    "a checkerboard at the end": (lambda v, t, _: v + 8 * board(v) * (t < 0.1), "at times? (from )?0.0"),
+    "large outputs": (lambda v, _t, _n: 8 * v, "an untrained network|too large|larger than the data|all images share"),
+    "constant": (lambda v, _t, _n: v + 1, "an untrained network|too large|larger than the data|all images share"),
 }
 
 
 def opened_expert(run: Path, number: int) -> tuple[OpenExpert, Shards]:
-    validation = Shards.open(run, [number], "validation")
-    return open_expert(expert_of_run(run, f"experts/{number:03d}"), validation.statistics, DeviceOptions()), validation
+    images = Shards.open(run, [number], "train")
+    return open_expert(expert_of_run(run, f"experts/{number:03d}"), images.statistics, DeviceOptions()), images
+
+
+def refusals(expert: OpenExpert, images: Shards, seed: int = 0) -> str:
+    """Return all reasons to refuse an expert, except for errors that all images share.
+
+    The networks of closed form below are for Gaussian data of mean zero, and the images have another mean.
+    """
+    found = [figure.what for figure in figures(expert, images, seed=seed) if not figure.value <= figure.limit]
+    return "; ".join(reason for reason in found if TINT not in reason)
 
 
 @pytest.mark.parametrize("name", POISONS)
 def test_outputs_that_are_wrong_in_one_place_are_refused(name: str, reference: Path) -> None:
-    expert, validation = opened_expert(reference, 1)
+    expert, images = opened_expert(reference, 1)
     poison, reason = POISONS[name]
     poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison)
     with pytest.raises(Refused, match=reason):
-        check_expert(poisoned, validation)
+        check_expert(poisoned, images)
 
 
 def test_guided_samples_are_checked_in_every_size(sized_run: Path) -> None:
     """The size of which the cluster has the fewest images; a mean over all images could hide it."""
-    expert, validation = opened_expert(sized_run, 0)
-    _check_guided(expert, validation, seed=0)
-    rare = min(validation.image_counts(), key=lambda size: validation.image_counts()[size])
+    expert, images = opened_expert(sized_run, 0)
+    rare = min(images.image_counts(), key=lambda size: images.image_counts()[size])
 
     def poison(v: Tensor, _t: Tensor, _null: bool) -> Tensor:
         return v + 1000 if v.shape[2:] == (rare.height, rare.width) else v
 
-    with pytest.raises(Refused, match="its guided samples have a root mean square of"):
-        _check_guided(
-            Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison), validation, seed=0
-        )
+    poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison)
+    for one, passes in ((expert, True), (poisoned, False)):
+        found = [figure for figure in figures(one, images, seed=0) if "guided" in figure.what]
+        assert len(found) == len(images.image_counts())
+        assert all(figure.value <= figure.limit for figure in found) is passes
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were trained for 20 steps."""
-    expert, validation = opened_expert(reference, number)
+    expert, images = opened_expert(reference, number)
     for seed in range(4):
         monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
-        check_expert(expert, validation)
+        check_expert(expert, images)
 
 
 class Perfect(nn.Module):
@@ -218,12 +229,11 @@ class Perfect(nn.Module):
 @pytest.mark.parametrize(("factor", "passes"), [(0.5, True), (1.0, True), (1.4, True), (1.9, False), (3.0, False)])
 def test_outputs_of_the_wrong_size_are_refused(factor: float, passes: bool, reference: Path) -> None:
     """A mean square error alone would accept a good expert whose outputs are almost doubled."""
-    expert, validation = opened_expert(reference, 1)
+    expert, images = opened_expert(reference, 1)
     scaled = OpenExpert(expert.declaration, Perfect(factor), expert.dtype, expert.rescaling)
-    with (
-        nullcontext() if passes else pytest.raises(Refused, match=r"times as large|an untrained network|allowed there")
-    ):
-        check_expert(scaled, validation)
+    assert (
+        bool(re.search("larger than the data|an untrained network|too large", refusals(scaled, images))) is not passes
+    )
 
 
 class Denoiser(nn.Module):
@@ -240,8 +250,7 @@ class Denoiser(nn.Module):
 
 
 def checkerboard(x0: Tensor) -> Tensor:
-    rows, columns = torch.meshgrid(*(torch.arange(side) for side in x0.shape[2:]), indexing="ij")
-    return 0.6 * x0 + 0.6 * (1 - 2 * ((rows + columns) % 2))
+    return 0.6 * x0 + 0.6 * board(x0)
 
 
 X0_EXPERTS = {
@@ -255,15 +264,14 @@ X0_EXPERTS = {
 
 
 @pytest.mark.parametrize("name", X0_EXPERTS)
-def test_x0_experts_are_judged_at_their_last_steps(name: str, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x0_experts_are_judged_at_their_last_steps(name: str, reference: Path) -> None:
     """An untrained x0 network has an error as large as the data there, which would allow anything."""
-    expert, validation = opened_expert(reference, 1)
+    expert, images = opened_expert(reference, 1)
     declaration = replace(expert.declaration, bridge=flow.objective("x0").bridge())
     network, passes = X0_EXPERTS[name]
     for seed in range(4):
-        monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
-        with nullcontext() if passes else pytest.raises(Refused, match=r"at time 0\.0|at times from 0\.0"):
-            check_expert(OpenExpert(declaration, network, expert.dtype, expert.rescaling), validation)
+        found = refusals(OpenExpert(declaration, network, expert.dtype, expert.rescaling), images, 10_007 * seed)
+        assert bool(re.search(r"at time 0\.0|at times from 0\.0", found)) is not passes
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -273,12 +281,12 @@ def test_clusters_with_few_validation_images_are_measured(
     """Honest experts pass on one image, whichever it is, and others are refused."""
     poison = POISONS["null at the start"][0]
     for number in range(3):
-        expert, validation = opened_expert(reference, number)
+        expert, images = opened_expert(reference, number)
         monkeypatch.setattr(Shards, "cluster_ranges", lambda _, number=number: {0: range(number, number + count)})
-        check_expert(expert, validation)
+        check_expert(expert, images)
         poisoned = Poisoned(expert.declaration, expert.network, expert.dtype, expert.rescaling, poison)
         with pytest.raises(Refused, match="at time 1"):
-            check_expert(poisoned, validation)
+            check_expert(poisoned, images)
         monkeypatch.undo()
 
 
@@ -290,7 +298,7 @@ def test_without_validation_images_the_training_images_serve(reference: Path, of
         file.unlink()
     recommit(shards, SHARDS)
     check_measured(expert, expert.open(EXPERT), [shards], policy=Policy())
-    with pytest.raises(Refused, match="has no validation images to check the limit 9"):
+    with pytest.raises(Refused, match=r"allows a validation loss of 9\.0, and there are no validation images"):
         check_measured(expert, expert.open(EXPERT), [shards], policy=Policy(max_validation_loss=9))
     untrained(offer)
     expert.path(WEIGHTS).write_bytes(offer.files[WEIGHTS])
@@ -308,7 +316,7 @@ def recommit(artifact: Artifact, kind: ArtifactKind[Any]) -> None:
     artifact.commit(dict(manifest.content))
 
 
-# Copies
+# Copies, and experts of other clusters
 
 
 def noisy(amount: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -324,39 +332,26 @@ def noisy(amount: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return apply
 
 
-def permuted(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Another order of the hidden neurons of every MLP: the same function with other weights."""
-    state = dict(state)
-    for name in [name for name in state if name.endswith("mlp.inner.weight")]:
-        stem = name.removesuffix("inner.weight")
-        order = torch.randperm(len(state[name]), generator=torch.Generator().manual_seed(0))
-        for part in (name, f"{stem}inner.bias"):
-            state[part] = state[part][order]
-        state[f"{stem}outer.weight"] = state[f"{stem}outer.weight"][:, order]
-    return state
-
-
 @pytest.mark.hostile
-@pytest.mark.parametrize("change", [noisy(1e-3), noisy(1e-2), noisy(5e-2), permuted], ids=["0.1%", "1%", "5%", "order"])
-def test_admit_refuses_a_copy_of_another_expert(
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], published: Published, reference: Path, offer: Offer,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """Ann copies the published expert 0 and proposes it as her expert 1."""
+@pytest.mark.parametrize("amount", [0.0, 1e-3, 1e-2, 5e-2])
+def test_admit_refuses_the_expert_of_another_cluster(
+    amount: float, published: Published, offer: Offer, tmp_path: Path
+) -> None:
+    """Ann copies the published expert 0, with some noise or none, and proposes it as her expert 1."""
     store = Store.open(tmp_path / "store")
     published.copy(store)
-    copied = change(load_file(published.run / "experts/000/final" / WEIGHTS))
+    copied = noisy(amount)(load_file(published.run / "experts/000/final" / WEIGHTS))
     offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
-    claim_honestly(offer, reference)
-    ann = remote(store, by="ann")
-    propose(ann, offer)
+    propose(remote(store, by="ann"), offer)
     verdict = admit(remote(store, by="owner"), tmp_path / "check")[JOB]
-    assert verdict == "its outputs are those of experts/000, up to noise"
+    assert re.search("no better than experts/000|all images share|is too large" if amount else "a copy of", verdict)
     assert JOB not in remote(store).networks()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_honest_experts_are_no_copies(damaged: bool, published: Published, offer: Offer, tmp_path: Path) -> None:
+def test_honest_experts_are_admitted_beside_others(
+    damaged: bool, published: Published, offer: Offer, tmp_path: Path
+) -> None:
     """They started from the same weights. A damaged network in the store stops nobody."""
     store = Store.open(tmp_path / "store")
     published.copy(store)
@@ -365,6 +360,8 @@ def test_honest_experts_are_no_copies(damaged: bool, published: Published, offer
         store.write(weights.key, bytes(weights.size))
     propose(remote(store, by="ann"), offer)
     assert admit(remote(store, by="owner"), tmp_path / "check") == {JOB: "admitted"}
+    network = remote(store).networks()[JOB]
+    assert network.error is not None
 
 
 def propose(ann: RemoteRun, offer: Offer) -> None:
@@ -404,11 +401,11 @@ def test_copies_and_withdrawn_weights_are_refused(
         opened.trust = type(opened.trust)((*opened.trust.roots[:-1], root))
     else:
         job = {"neighbor": "experts/000"}.get(where, where)
-        known = {job: Network(manifest="0" * 64, weights=digest, publisher=person("ann").public)}
+        known = {job: network_by(opened, job, weights=digest)}
         monkeypatch.setattr(RemoteRun, "networks", lambda _: known)
         reason = f"a copy of those of {job}"
     with pytest.raises(Refused, match=reason):
-        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine", measure=True)
+        review(opened, JOB, offer.put(opened), quarantine=tmp_path / "quarantine")
 
 
 def test_the_digest_of_weights_depends_on_every_tensor(offer: Offer) -> None:

@@ -39,7 +39,7 @@ def with_local_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blocks = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4, "sample_size": 32}
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     AutoencoderKL(**blocks, **kinds).save_pretrained(folder / f"{SECRET}-vae")
-    shutil.copytree(text._folder("minilm"), folder / f"{SECRET}-text")
+    shutil.copytree(text.folder_of("minilm"), folder / f"{SECRET}-text")
     source = write_shapes(folder / f"{SECRET}-images", 48)
     run = folder / "run"
     changes: dict[str, dict[str, object]] = {

@@ -139,16 +139,6 @@ def test_keys_that_are_not_those_of_leases_are_ignored(store: Store, key: str) -
     assert lease.record.epoch == 1
 
 
-def test_a_well_formed_record_at_the_last_epoch_blocks_nothing(store: Store) -> None:
-    store.write(key_of(JOB, 999_999), json.dumps({**GOOD, "epoch": 999_999}).encode())
-    found = list_leases(store)
-    assert found.leases == {}
-    assert "leases/experts/001/999999 does not count" in found.ignored[JOB]
-    lease = taken(store)
-    lease.renew()
-    assert (lease.record.epoch, lease.lost) == (1, False)
-
-
 def test_the_longest_valid_record_can_be_read(store: Store) -> None:
     wide = "\U0001f3dd"  # four bytes in UTF-8
     lease = Lease.acquire(store, JOB, 3600, holder=wide * 200, overrides={"train.ema": wide * 1000})
@@ -201,7 +191,7 @@ def test_no_record_can_cause_a_deletion(store: Store, shared: Store, new_run: Co
     run = new_run(only=[])
     lease = taken(store)
     publisher = CheckpointPublisher(
-        replace(remote(shared), store=store),
+        replace(remote(shared, by="ann"), store=store),
         lease,
         resolve_job(run, config.load(run), "expert", expert=1),
         every=0.0,
@@ -214,7 +204,7 @@ def test_no_record_can_cause_a_deletion(store: Store, shared: Store, new_run: Co
         publisher._upload.result()
     publisher.close()
     assert kept <= keys_of(store)
-    own = keys_of(store) - kept
+    own = {key for key in keys_of(store) - kept if "/signatures/" not in key}
     assert {key.split("/")[3] for key in own} == {lease.record.nonce[:16]}
     assert len(own) == 2, "one file and its manifest: older checkpoints of this worker are gone"
     pointer_now = lease.record.checkpoint

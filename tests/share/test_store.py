@@ -1,6 +1,7 @@
 """The guarantees of a store: on a file system, in memory, and on real S3 servers."""
 
 import hashlib
+import tracemalloc
 from pathlib import Path
 from uuid import uuid4
 
@@ -10,7 +11,7 @@ import pytest
 from atoll.apps.share import transfer
 from atoll.apps.share.store import Store
 from atoll.apps.share.transfer import fetch, parts_of, read_manifest, upload
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, FileEntry, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import SHARDS
 from atoll.verify.untrusted import Refused
@@ -49,7 +50,7 @@ def test_keys_are_created_once(store: Store) -> None:
     assert [(entry.key, entry.size) for entry in store.entries("a")] == [("a/b", 5), ("a/c", 0)]
     store.delete(["a/b", "a/never"])
     assert [entry.key for entry in store.entries("a")] == ["a/c"]
-    assert store.entries("probe") == []
+    assert store.entries("leases") == []
 
 
 def test_an_object_that_is_too_large_is_not_read(store: Store) -> None:
@@ -97,6 +98,16 @@ def test_an_artifact_makes_the_round_trip(store: Store, tmp_path: Path, monkeypa
     upload(store, source, manifest, name=source.name)
     assert {entry.key for entry in store.entries(source.name)} == set(written)
     fetch(store, source.name, manifest, target=target)
+
+
+def test_a_huge_file_is_refused_before_its_parts_are_listed(store: Store, tmp_path: Path) -> None:
+    """A manifest may claim 2^44 bytes, half a million parts; the disk is looked at first."""
+    huge = Manifest("shards", {}, {}, {"a.safetensors": FileEntry(1 << 44, "0" * 64)})
+    tracemalloc.start()
+    with pytest.raises(AtollError, match="bytes are needed to download"):
+        fetch(store, "x", huge, target=Artifact(tmp_path, "x"))
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_two_contents_under_one_name_do_not_mix(store: Store, tmp_path: Path) -> None:
@@ -163,7 +174,8 @@ def test_an_interrupted_upload_leaves_no_partial_object(
         there = store.entries(source.name)
         assert all(sizes[entry.key] == entry.size for entry in there)
         assert len(there) < len(sizes)
-        assert read_manifest(store, source.name, manifest.digest) is None
+        with pytest.raises(Refused, match="has no manifest"):
+            read_manifest(store, source.name, manifest.digest)
         before = line.up
         line.cut_up = [700_000, 300_000]  # two more cuts, which the retries survive
         upload(store, source, manifest, name=source.name)

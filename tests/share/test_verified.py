@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import atoll
 from atoll import cli
 from atoll.apps.models.pipeline import AtollPipeline
-from atoll.apps.share.owners import push
+from atoll.apps.share.owners import change_root, push
 from atoll.apps.share.pull import pull
 from atoll.apps.share.store import Store
-from atoll.core import config
+from atoll.core import config, layout
 from atoll.core.artifacts import Artifact, sha256_of, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
@@ -25,6 +25,8 @@ from atoll.experts import network_folder
 from atoll.nets import DiTConfig, build
 from atoll.nets.io import tensors_of, weights_digest
 from atoll.train import resolve_job, train_job
+from atoll.verify.local_trust import local_objects, local_trust
+from atoll.verify.signing import Statement
 from atoll.verify.trust import Network, Signed, Snapshot, parse_signed
 from atoll.verify.verified_files import VerifiedFiles
 from share.conftest import Published
@@ -262,7 +264,42 @@ def sign_by_another_run(folder: Path) -> None:
     """A snapshot that somebody else signed."""
     for file in (folder / "snapshot").iterdir():
         content = parse_signed(Snapshot, file.read_bytes(), "it").content
-        file.write_bytes(Signed(content, (person("mallory").sign(content.statement()),)).to_json())
+        file.write_bytes(Signed(content, person("mallory").sign(content.statement())).to_json())
+
+
+def edit_index(folder: Path, **changes: list[str | None] | None) -> None:
+    file = folder / "model_index.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+def remove_expert(folder: Path) -> None:
+    shutil.rmtree(folder / "expert_2")
+    edit_index(folder, expert_2=None)
+
+
+def double_expert(folder: Path) -> None:
+    shutil.rmtree(folder / "expert_2")
+    shutil.copytree(folder / "expert_1", folder / "expert_2")
+
+
+def remove_router(folder: Path) -> None:
+    shutil.rmtree(folder / "router")
+    edit_index(folder, router=[None, None])
+
+
+def zero_encoder(folder: Path) -> None:
+    file = next((folder / "text_encoder").glob("*.safetensors"))
+    tensors = {name: torch.zeros_like(part) for name, part in load_file(file).items()}
+    file.unlink()  # a link to the export of all tests
+    save_file(tensors, file, {"format": "pt"})
+
+
+def other_vocabulary(folder: Path) -> None:
+    file = folder / "tokenizer/tokenizer_config.json"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text + " ")
 
 
 EXPORTS: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -282,6 +319,11 @@ EXPORTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "snapshot": (withdraw_from_snapshot, "does not list experts/00"),
     "no snapshot": (lambda folder: shutil.rmtree(folder / "snapshot"), "does not list experts/00"),
     "snapshot of another": (sign_by_another_run, "does not list experts/00"),
+    "removed": (remove_expert, "does not have exactly the networks of the signed snapshot"),
+    "doubled": (double_expert, "does not have exactly the networks of the signed snapshot"),
+    "no router": (remove_router, "does not have exactly the networks of the signed snapshot"),
+    "text encoder": (zero_encoder, "text_encoder .* has the fingerprint"),
+    "tokenizer": (other_vocabulary, "is not the tokenizer of the signed networks"),
 }
 
 
@@ -289,6 +331,16 @@ def load_all(folder: Path) -> None:
     sampler = atoll.load(folder)
     for reference in sampler.ensemble.references:
         reference.open()
+
+
+def recommit_export(folder: Path) -> None:
+    """Write the list of hashes of an export again."""
+    artifact = Artifact(folder.parent, folder.name)
+    manifest = artifact.manifest()
+    assert manifest is not None
+    artifact.path("manifest.json").unlink()
+    artifact.begin(PIPELINE, manifest.made_from)
+    artifact.commit(dict(manifest.content), exclude=["README.md"])
 
 
 def copy_or_link(source: str, target: str) -> None:
@@ -309,14 +361,59 @@ def test_an_export_with_another_network_than_its_snapshot_is_refused(
     shutil.copytree(export_once, folder, copy_function=copy_or_link)
     attack, reason = EXPORTS[name]
     attack(folder)
-    artifact = Artifact(tmp_path, "model")
-    manifest = artifact.manifest()
-    assert manifest is not None
-    artifact.path("manifest.json").unlink()
-    artifact.begin(PIPELINE, manifest.made_from)
-    artifact.commit(dict(manifest.content), exclude=["README.md"])
+    recommit_export(folder)
     with pytest.raises(AtollError, match=reason):
         opener(folder)
+
+
+@pytest.mark.hostile
+def test_an_export_with_a_router_of_an_admitter_is_refused(whole: Published, export_once: Path, tmp_path: Path) -> None:
+    """Eve may admit. Her snapshot names the owner as the publisher of her own router."""
+    run, folder = tmp_path / "owner", tmp_path / "model"
+    shutil.copytree(whole.run, run)
+    change_root(run, person("owner"), admitters={"eve": person("eve").public})
+    shutil.copytree(export_once, folder, copy_function=copy_or_link)
+    shutil.rmtree(folder / "root")
+    shutil.copytree(run / "root", folder / "root", ignore=shutil.ignore_patterns("*.txt"))
+    trust = local_trust(folder)
+    (file,) = (folder / "snapshot").iterdir()
+    content = parse_signed(Snapshot, file.read_bytes(), "it").content
+    change(folder / "router" / WEIGHTS)
+    weights = weights_digest(sorted(load_file(folder / "router" / WEIGHTS).items()))
+    mine = content.networks["router"].signature.model_copy(update={"weights": weights})
+    networks = content.networks | {"router": content.networks["router"].model_copy(update={"signature": mine})}
+    later = content.model_copy(update={"root": trust.current.version, "version": 1, "networks": networks})
+    signed = Signed(later, person("eve").sign(later.statement()))
+    file.unlink()
+    (folder / layout.snapshot(*later.order)).write_bytes(signed.to_json())
+    recommit_export(folder)
+    assert trust.newest_snapshot(local_objects(folder, "snapshot")) == signed, "the snapshot itself is valid"
+    with pytest.raises(AtollError, match="does not list router"):
+        atoll.load(folder)
+
+
+DECLARATIONS: dict[str, tuple[str, Callable[[dict], object]]] = {
+    "a billion layers": ("depth is 1000000000; the limit is", lambda values: values["network"].update(depth=10**9)),
+    "too many layers": ("depth is 100000; the limit is", lambda values: values["network"].update(depth=10**5)),
+    "huge images": ("size is 1048576; the limit is", lambda values: values["network"].update(size=2**20)),
+    "a million labels": ("bytes; the limit is", lambda values: values.update(labels=[f"l{n}" for n in range(10**6)])),
+    "deep": ("nested deeper than", lambda values: values.update(labels=json.loads("[" * 40 + "]" * 40))),
+}
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_a_hostile_declaration_is_refused(name: str, export_once: Path, tmp_path: Path) -> None:
+    """Before a network is built from it. The export claims no origin."""
+    folder, (reason, change_it) = tmp_path / "model", DECLARATIONS[name]
+    shutil.copytree(export_once, folder, copy_function=copy_or_link, ignore=shutil.ignore_patterns("root", "snapshot"))
+    for file in (folder / "expert_1/declaration.json", folder / "expert_1/config.json"):
+        values = json.loads(file.read_text())
+        change_it(values if "network" in values else {"network": values})
+        file.write_text(json.dumps(values))
+    recommit_export(folder)
+    with pytest.raises(AtollError, match=reason):
+        atoll.load(folder)
 
 
 def test_a_converted_network_is_compared_with_the_signed_weights(whole: Published, tmp_path: Path) -> None:
@@ -333,7 +430,8 @@ def test_a_converted_network_is_compared_with_the_signed_weights(whole: Publishe
     network_folder.write(tmp_path / "expert_0", network, content, density=None)
     opened = network_folder.NetworkFolder.open(tmp_path / "expert_0")
     assert opened.stored_class == "PixArtTransformer2DModel"
-    signed = Network(manifest="0" * 64, weights=digest, publisher=person("ann").public)
+    statement = Statement(run="0" * 64, role="publish", slot="", version=1, digest="0" * 64, weights=digest)
+    signed = Network(manifest="0" * 64, signature=person("ann").sign(statement))
     read = replace(opened, signed=signed).network()
     assert all(torch.equal(part, read.state_dict()[name]) for name, part in network.state_dict().items())
     for file in (WEIGHTS, "null.safetensors"):
@@ -361,6 +459,7 @@ def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
 ) -> None:
     run, store = tmp_path / "owner", Store.open(tmp_path / "store")
     shutil.copytree(published.run, run)
+    (run / "root/store.txt").unlink()
     owner = ("--key", str(key_file("owner", tmp_path)))
 
     def trust(*words: str, key: tuple[str, ...] = owner) -> tuple[int, str]:
@@ -378,19 +477,18 @@ def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
     assert trust("withdraw", "key", "gil")[0] == 0
     assert trust("withdraw", "network", "experts/000")[0] == 0
     for wrong, reason in (
-        (("add", "publisher", "x"), "expected: atoll trust RUN add"),
-        (("add", "king", "x", dan), "expected: atoll trust RUN add"),
-        (("add", "owner", "x", "0" * 64), "small order"),
-        (("add", "admitter", "x", "zz"), "64 hexadecimal digits"),
+        (("add", "publisher", "x"), "expected: atoll trust RUN invite"),
+        (("add", "king", "x", dan), "expected: atoll trust RUN invite"),
+        (("add", "admitter", "x", "zz"), "admitters.x"),
         (("rotate", "nobody", dan), "unknown name 'nobody'"),
         (("set", "max_bytes", "0"), "max_bytes"),
         (("set", "run", "x"), "with a field of"),
         (("set", "objectives", "[mine]"), "unknown objective"),
         (("set", "networks", "[a"), "is not a value of networks"),
-        (("set", "threshold", "3"), "threshold is 3"),
+        (("set", "threshold", "3"), "with a field of"),
         (("withdraw", "key", "owner"), "owners"),
         (("withdraw", "nothing"), "expected: atoll trust RUN withdraw"),
-        (("sign",), "nothing waits for a signature"),
+        (("renew", "--push"), "was not pushed from this folder yet"),
     ):
         code, output = trust(*wrong)
         assert (code, reason in output) == (2, True), (wrong, output)
@@ -408,21 +506,37 @@ def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
     assert remote(store).networks() == {}
 
 
-def test_two_owners_sign_a_version(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_owner_invites_with_one_command(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It adds the key, publishes the version, and prints the line that the contributor needs."""
     run, store = tmp_path / "owner", Store.open(tmp_path / "store")
     shutil.copytree(published.run, run)
-    first, second = (("--key", str(key_file(name, tmp_path))) for name in ("owner", "dan"))
-    for words in (("add", "owner", "dan", person("dan").public), ("set", "threshold", "2")):
-        assert cli.main(["trust", str(run), *words, *first]) == 0
-    assert "1 more of its owners must sign" in capsys.readouterr().out
+    owner = ("--key", str(key_file("owner", tmp_path)))
+    assert cli.main(["push", str(run), store.url, *owner]) == 0
+    capsys.readouterr()
+    assert cli.main(["trust", str(run), "invite", "dan", person("dan").public, "--experts", "1", *owner]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == f"send this line to dan: atoll join '{store.url}#sha256={published.fingerprint}@3'"
+    dan = ("--key", str(key_file("dan", tmp_path)), "--folder", str(tmp_path / "dan"))
+    assert cli.main(["join", line.split("'")[1], "--expert", "1", *dan]) == 0
+    assert cli.main(["trust", str(run), "set", "max_bytes", "5000000", "--push", *owner]) == 0
+    assert remote(store).policy.max_bytes == 5_000_000
+    assert cli.main(["push", str(run), *owner]) == 0, "the URL is that of the last push"
+    assert cli.main(["trust", str(run)]) == 0
+    assert f"fingerprint  {published.fingerprint}   (never changes" in capsys.readouterr().out
+
+
+def test_two_owners_change_a_run(published: Published, tmp_path: Path) -> None:
+    """Each signs alone. The second gets the first one's version with pull."""
+    run, other, store = tmp_path / "owner", tmp_path / "dan", Store.open(tmp_path / "store")
+    shutil.copytree(published.run, run)
+    change_root(run, person("owner"), owners={"owner": person("owner").public, "dan": person("dan").public})
     push(run, store, person("owner"))
-    assert remote(store).trust.current.version == 3, "the version that waits is not published"
-    assert cli.main(["trust", str(run), "sign", *second]) == 0
-    push(run, store, person("owner"))
-    assert remote(store).trust.current.threshold == 2
-    assert cli.main(["trust", str(run), "renew", *first]) == 0
-    assert cli.main(["trust", str(run), "set", "max_bytes", "5", *second]) == 0
-    assert "1 more of its owners must sign" in capsys.readouterr().out
-    assert cli.main(["trust", str(run), "sign", *first]) == 0
-    push(run, store, person("dan"))
+    pull(remote(store, other), other, shards=True)
+    change_root(other, person("dan"), policy={"max_bytes": 5})
+    push(other, store, person("dan"))
     assert remote(store).policy.max_bytes == 5
+    change_root(run, person("owner"), policy={"max_bytes": 6})
+    with pytest.raises(AtollError, match=r"has a version 4 of the root that .* lacks"):
+        push(run, store, person("owner"))

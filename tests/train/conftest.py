@@ -23,11 +23,16 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def new_run(prepared: Path, tmp_path: Path) -> Copy:
     """Return a function that copies the prepared run: `new_run("name", train={"lr": 1})`."""
+    return copier(prepared, tmp_path, TINY)
+
+
+def copier(prepared: Path, tmp_path: Path, settings: dict[str, Any]) -> Copy:
+    """Return such a function, with other settings."""
 
     def copy(name: str = "run", only: list[int] | None = None, **changes: Any) -> Path:
         run = tmp_path / name
         run.mkdir()
-        values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TINY), changes)
+        values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), settings), changes)
         (run / "atoll.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         for cluster in range(3) if only is None else only:
             folder = f"data/shards/cluster_{cluster:03d}"

@@ -346,7 +346,15 @@ def test_a_class_table_without_a_row_for_the_null_class_is_an_error(
             {"_class_name": "UNetExpert", "in_channels": 4},
             "networks.0: in_channels is 4, but the prepared data needs 3",
         ),
-        ({"_class_name": "DiTExpert", "num_layers": 1}, r"a DiTExpert does not take latents of shape \(3, 32, 32\)"),
+        (
+            {
+                "_class_name": "UNetExpert",
+                "block_out_channels": [32] * 8,  # halves the sides seven times
+                "down_block_types": ["DownBlock2D"] * 8,
+                "up_block_types": ["UpBlock2D"] * 8,
+            },
+            r"a UNetExpert does not take latents of shape \(3, 32, 32\)",
+        ),
     ],
 )
 def test_a_network_that_does_not_fit_the_data_is_an_error_that_names_its_key(

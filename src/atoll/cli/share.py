@@ -14,6 +14,7 @@ from atoll.verify.untrusted import printable
 
 if TYPE_CHECKING:
     from atoll.apps.share.remote_run import Access
+    from atoll.core.distributed import DistContext
     from atoll.verify.signing import Signer
 
 Url = Annotated[Positional[str], arg(metavar="URL")]
@@ -28,22 +29,24 @@ class Push:
 
     folder: RunFolder
     """Folder of the run. The first push creates its root of trust, with you as the owner."""
-    url: Url
+    url: Annotated[
+        Positional[str | None], arg(metavar="URL", help_behavior_hint="(default: that of the last push)")
+    ] = None
     """Store: a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://account/container/prefix."""
     key: KeyFile = None
     """Private key of an owner."""
 
     def run(self) -> None:
         """Upload all objects that the store lacks."""
-        from atoll.apps.share.owners import push
-        from atoll.apps.share.remote_run import FRAGMENT, split_url
+        from atoll.apps.share.owners import push, pushed_url
+        from atoll.apps.share.remote_run import split_url
         from atoll.apps.share.store import Store
 
-        url, _ = split_url(self.url)
-        trust, sent = push(self.folder, Store.open(url), open_signer(self.key))
+        url, _ = split_url(self.url or pushed_url(self.folder))
+        remote, sent = push(self.folder, Store.open(url), open_signer(self.key))
         for name in sent:
             print(f"uploaded: {url}/{name}")
-        print(f"others open it as: {url}{FRAGMENT}{trust.current.digest}")
+        print(f"others open it as: {remote.url}")
 
 
 @dataclass
@@ -78,9 +81,20 @@ class Join:
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""
-        from atoll.apps.share.worker import check_overrides, open_worker
+        from atoll.apps.share.worker import check_overrides, follow
+        from atoll.core.device import device
+        from atoll.core.distributed import init_distributed
 
         check_overrides(self.overrides)
+        with init_distributed(device()) as processes:
+            if processes.is_main:
+                self._work(processes)
+            else:
+                follow(processes)
+
+    def _work(self, processes: "DistContext") -> None:
+        from atoll.apps.share.worker import open_worker
+
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
         name = {} if self.name is None else {"name": self.name}
         worker = open_worker(
@@ -92,6 +106,7 @@ class Join:
             overrides=self.overrides,
             duration=self.lease,
             publish_every=self.publish_every,
+            processes=processes,
             **name,
         )
         print(f"working on {url} as {worker.name}, in {worker.folder}", flush=True)
@@ -206,28 +221,41 @@ class Trust:
     folder: Annotated[Positional[str], arg(metavar="RUN")]
     """Folder of a shared run; show also takes its URL."""
     action: Annotated[
-        Positional[Literal["show", "add", "withdraw", "rotate", "set", "renew", "sign"]], arg(metavar="[ACTION]")
+        Positional[Literal["show", "invite", "add", "withdraw", "rotate", "set", "renew"]], arg(metavar="[ACTION]")
     ] = "show"
-    """show, add, withdraw, rotate, set, renew or sign. All but show and sign make the next version of the root."""
+    """show, invite, add, withdraw, rotate, set or renew. All but show make the next version of the root."""
     words: Annotated[Positional[tuple[str, ...]], arg(metavar="[WORD ...]", help_behavior_hint="(default: none)")] = ()
-    """add publisher|admitter|owner NAME KEY; withdraw network JOB or key NAME; rotate NAME KEY; set FIELD VALUE."""
+    """invite NAME KEY; add publisher|admitter|owner NAME KEY; withdraw network JOB or key NAME; rotate NAME KEY;
+    set FIELD VALUE."""
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
-    """With add publisher: numbers of the experts that this key may publish."""
+    """With invite and add publisher: numbers of the experts that this key may publish."""
+    push: bool = False
+    """Publish the new version at once, as invite does."""
     key: KeyFile = None
     """Private key of an owner."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> None:
-        """Print the root, or change it and print what is missing."""
+        """Print the root, or change and publish it."""
+        from atoll.apps.share.owners import push, pushed_url
+        from atoll.apps.share.store import Store
         from atoll.apps.share.trust_changes import change, describe, show_root
 
         if self.action == "show":
-            root = show_root(self.folder)
-            print(json.dumps(root.model_dump(mode="json")) if self.json else describe(root))
-        else:
-            run = Path(self.folder)
-            print(change(run, self.action, self.words, experts=self.experts, signer=open_signer(self.key)))
+            trust = show_root(self.folder)
+            print(json.dumps(trust.current.model_dump(mode="json")) if self.json else describe(trust))
+            return
+        run, signer, publish = Path(self.folder), open_signer(self.key), self.push or self.action == "invite"
+        url = pushed_url(run) if publish else None
+        root = change(run, self.action, self.words, experts=self.experts, signer=signer)
+        if url is None:
+            print(f"version {root.version} of the root; publish it with: atoll push {run}")
+            return
+        remote, _ = push(run, Store.open(url), signer)
+        print(f"version {root.version} of the root is published")
+        if self.action == "invite":
+            print(f"send this line to {self.words[0]}: atoll join '{remote.url}'")
 
 
 @dataclass

@@ -179,11 +179,20 @@ class DistContext:
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
 """A single process, for work that several may share."""
+_active: DistContext | None = None
+"""The context of this process while there are process groups, of which it can have only one set."""
 
 
 @contextmanager
 def init_distributed(device: torch.device) -> Iterator[DistContext]:
-    """Initialize the process groups under torchrun; without torchrun, yield a context of one process."""
+    """Initialize the process groups under torchrun; without torchrun, yield a context of one process.
+
+    Within such a block, another one has the same context: `atoll join` trains several jobs with the same processes.
+    """
+    global _active
+    if _active is not None:
+        yield _active
+        return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield DistContext(0, 1, device)
         return
@@ -193,10 +202,12 @@ def init_distributed(device: torch.device) -> Iterator[DistContext]:
     dist.init_process_group(**group_options(device))
     try:
         control, saving = (dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT) for _ in range(2))
-        yield DistContext(dist.get_rank(), dist.get_world_size(), device, control, saving)
+        _active = DistContext(dist.get_rank(), dist.get_world_size(), device, control, saving)
+        yield _active
         # No process closes its connections while another still uses them.
         dist.barrier(control)
     finally:
+        _active = None
         dist.destroy_process_group()
 
 

@@ -23,12 +23,13 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, first_line
 from atoll.core.manifests import SHARDS, ShardsContent
 from atoll.core.networks import BaseConfig
 from atoll.core.sizes import Size
@@ -84,9 +85,12 @@ class _File:
 
     def __init__(self, path: Path, cluster: int) -> None:
         self.path, self.cluster = path, cluster
-        self.tensors = load_file(path)
-        self.rows = len(self.tensors["label"])
-        self.size = Size(*self.tensors["mean"].shape[2:])
+        try:
+            self.tensors = load_file(path)
+            self.rows = len(self.tensors["label"])
+            self.size = Size(*self.tensors["mean"].shape[2:])
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise AtollError(f"{path} is not a shard: {first_line(error)}; prepare or download it again") from error
 
     @cached_property
     def starts(self) -> Tensor:

@@ -167,7 +167,7 @@ def open_codec(
         return PixelCodec()
     if autoencoder.startswith(BASE):
         return open_base(autoencoder, device, dtype)
-    folder = _folder(autoencoder)
+    folder = folder_of(autoencoder)
     name = _settings(folder).class_name
     import diffusers
 
@@ -180,7 +180,7 @@ def scale_of(autoencoder: str) -> LatentScale:
     """Return the scaling and shift factor of an autoencoder; 1 and 0 for pixels and for the states of a base."""
     if autoencoder == "pixels" or autoencoder.startswith(BASE):
         return LatentScale(1.0)
-    folder = _folder(autoencoder)
+    folder = folder_of(autoencoder)
     return _settings(folder).scale(folder / "config.json")
 
 
@@ -194,7 +194,8 @@ def _settings(folder: Path) -> AutoencoderConfig:
     return settings
 
 
-def _folder(autoencoder: str) -> Path:
+def folder_of(autoencoder: str) -> Path:
+    """Return the folder of an autoencoder; download it if it is a name on the hub."""
     return EMOJI if autoencoder == "emoji" else model_folder(autoencoder)
 
 
@@ -202,7 +203,7 @@ def weights_of(autoencoder: str) -> str | None:
     """Return the fingerprint of an autoencoder; None for pixels."""
     if autoencoder.startswith(BASE):
         return BaseName.parse(autoencoder).weights("vae")
-    return None if autoencoder == "pixels" else fingerprint(_folder(autoencoder))
+    return None if autoencoder == "pixels" else fingerprint(folder_of(autoencoder))
 
 
 PUBLISHED_LATENTS: dict[str, tuple[int, int]] = {
@@ -226,7 +227,7 @@ def latent_shapes(autoencoder: str, size: Size) -> dict[str, tuple[int, ...]]:
         return {"mean": open_base(autoencoder).latent_shape(size)}
     import diffusers
 
-    folder = _folder(autoencoder)
+    folder = folder_of(autoencoder)
     kind = getattr(diffusers, str(_settings(folder).class_name))
     with torch.device("meta"), torch.inference_mode():
         network = kind.from_config(kind.load_config(folder))

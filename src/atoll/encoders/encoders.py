@@ -15,10 +15,12 @@ from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import LatentSpec, TextSpec
 from atoll.core.networks import BASE, LOCAL
 from atoll.encoders.autoencoder import Codec, PixelCodec, open_codec
+from atoll.encoders.autoencoder import folder_of as autoencoder_folder
 from atoll.encoders.autoencoder import weights_of as autoencoder_weights
 from atoll.encoders.base_pipeline import BasePipeline
 from atoll.encoders.pretrained import check_weights
 from atoll.encoders.text import TextEncoder, open_text_encoder
+from atoll.encoders.text import folder_of as text_encoder_folder
 from atoll.encoders.text import weights_of as text_encoder_weights
 
 OpenCodec = Callable[[torch.device, torch.dtype], Codec | PixelCodec | BasePipeline]
@@ -66,6 +68,16 @@ class Encoders:
                 encoder, _needed(text).max_tokens, tokenizer, device=device, dtype=dtype
             ),
         )
+
+
+def source_folders(latents: LatentSpec, text: TextSpec | None, *, run: Path) -> dict[str, Path]:
+    """Return the folders of the autoencoder and the text encoder of a run, by their names in an export."""
+    found = {}
+    if latents.autoencoder != "pixels":
+        found["vae"] = autoencoder_folder(_resolve(latents.autoencoder, run, "latents.autoencoder"))
+    if text is not None:
+        found["text_encoder"] = text_encoder_folder(_resolve(text.encoder, run, "text.encoder"))
+    return found
 
 
 def _needed(text: TextSpec | None) -> TextSpec:

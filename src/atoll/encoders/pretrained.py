@@ -2,11 +2,11 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -97,12 +97,22 @@ def fingerprint(path: Path, parts: tuple[str, ...] = ("",)) -> str:
     """Return the SHA-256 of a network: of its file, or of all files in these parts of its folder that can be loaded."""
     if path.is_file():
         return sha256_of(path)
-    files = sorted({file for part in parts for pattern in _PATTERNS for file in (path / part).rglob(pattern)})
+    files = covered_files(path, parts)
     if not any(file.suffix == ".safetensors" for file in files):
         raise AtollError(f"{path} has no *.safetensors file; convert the weights, since Atoll reads no other format")
+    return fingerprint_of({file.relative_to(path).as_posix(): sha256_of(file) for file in files})
+
+
+def covered_files(path: Path, parts: tuple[str, ...] = ("",)) -> list[Path]:
+    """Return the files in these parts of a folder that can be loaded: those that its fingerprint covers."""
+    return sorted({file for part in parts for pattern in _PATTERNS for file in (path / part).rglob(pattern)})
+
+
+def fingerprint_of(hashes: Mapping[str, str]) -> str:
+    """Return the fingerprint of a folder whose files have these SHA-256 hashes."""
     state = hashlib.sha256()
-    for file in files:
-        state.update(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n".encode())
+    for name in sorted(hashes, key=PurePosixPath):
+        state.update(f"{name} {hashes[name]}\n".encode())
     return state.hexdigest()
 
 

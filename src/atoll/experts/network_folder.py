@@ -33,7 +33,7 @@ from atoll.core.artifacts import ArtifactKind, Content, Manifest, sha256_of, to_
 from atoll.core.errors import AtollError
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, RouterContent
-from atoll.core.networks import CLASS_NAME, DIFFUSERS_CLASSES, BaseConfig, ConfigJson, NetworkConfig
+from atoll.core.networks import CLASS_NAME, DIFFUSERS_CLASSES, BaseConfig, ConfigJson, NetworkConfig, read_network
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.experts.expert import Declaration, NetworkReference
 from atoll.nets import DiT, build, load_network, save_network
@@ -41,8 +41,9 @@ from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.base import open_base
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, check_fit, read_weights, weights_digest, write_weights
 from atoll.nets.layouts import layout
-from atoll.verify.local_trust import signed_network
+from atoll.verify.local_trust import signed_networks
 from atoll.verify.trust import Network
+from atoll.verify.untrusted import check_bounded, strict_json
 
 DECLARATION_FILE = "declaration.json"
 NULL_FILE = "null.safetensors"
@@ -172,11 +173,18 @@ class NetworkFolder:
         if able != {ADAPTER}:
             if not configuration.is_file():
                 raise AtollError(f"{configuration} is missing; copy the folder again")
-            kind, weights = str(json.loads(configuration.read_text(encoding="utf-8")).get(CLASS_NAME)), WEIGHTS_FILE
+            fields = strict_json(configuration.read_bytes(), str(configuration))
+            kind, weights = str(fields.get(CLASS_NAME)) if isinstance(fields, dict) else "", WEIGHTS_FILE
+            if kind == own and read_network(fields) != declared:
+                raise AtollError(f"{configuration} is not the network that {file} declares")
         if kind not in able:
             raise AtollError(f"{configuration} names a {kind}, but {file} declares a {own}")
-        signed = signed_network(folder.parent, content.job)
-        stored = cls(folder, content, kind, weights_file(folder, (weights,)), signed)
+        signed = signed_networks(folder.parent)
+        if signed is not None and content.job not in signed:
+            raise AtollError(
+                f"{folder}: the signed snapshot in this export does not list {content.job}; export it again"
+            )
+        stored = cls(folder, content, kind, weights_file(folder, (weights,)), signed[content.job] if signed else None)
         # The tensors of the declared network in the stored class.
         with torch.device("meta"):
             network = build(content.network)
@@ -264,7 +272,11 @@ class NetworkFolder:
 def read_declaration(file: Path) -> NetworkContent:
     """Read the declaration of a network in a pipeline folder."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = strict_json(file.read_bytes(), str(file))
+        if isinstance(network := values.get("network"), dict):
+            # A network is built from it, so it must not ask for a million layers. The parts of a base come from its
+            # own folder.
+            check_bounded(network.get("lora") if "base" in network else network, "network")
         return (ExpertContent if "objective" in values else RouterContent).model_validate(values)
     except ValueError as error:
         raise AtollError(f"{file} is not the declaration of a network ({error}); export the run again") from error

@@ -11,19 +11,20 @@ from typing import Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.layout import MANIFEST_FILE
-from atoll.core.manifests import PIPELINE
+from atoll.core.layout import MANIFEST_FILE, model_job
+from atoll.core.manifests import PIPELINE, NetworkContent
 from atoll.core.networks import LOCAL, BaseConfig, base_name
 from atoll.data.foreign_files import link_outside
 from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
 from atoll.encoders.hub import check_here, is_hub_name, local_folder
-from atoll.encoders.pretrained import model_folder
+from atoll.encoders.pretrained import check_weights, fingerprint_of, model_folder
 from atoll.experts.expert import Declaration, ModelReference
 from atoll.experts.network_folder import NetworkFolder, weights_file
 from atoll.experts.paris import is_paris, open_paris
+from atoll.verify.local_trust import signed_networks, whole_model
 from atoll.verify.untrusted import Foreign
 
 PIPELINE_CLASS = "AtollPipeline"
@@ -201,7 +202,30 @@ def verify(folder: Path, names: Sequence[str]) -> dict[str, NetworkFolder]:
         harmless = path.suffix in _DOCUMENTS or any(part.startswith(".") for part in name.parts)
         if not (path.is_dir() or harmless or name.as_posix() in (*manifest.files, *_RECORDS)):
             raise AtollError(f"{path} is not listed in {folder / MANIFEST_FILE}, so nobody vouches for it; remove it")
-    return {name: NetworkFolder.open(folder / name) for name in names}
+    stored = {name: NetworkFolder.open(folder / name) for name in names}
+    if (signed := signed_networks(folder)) is not None:
+        model = PIPELINE.parse(manifest, folder).model
+        jobs = sorted(network.content.job for network in stored.values())
+        if jobs != sorted(whole_model(signed) if model == "experts" else {model_job(model)}):
+            raise AtollError(f"{folder} does not have exactly the networks of the signed snapshot; export it again")
+        _check_encoders(folder, manifest, stored["expert_0"].content)
+    return stored
+
+
+def _check_encoders(folder: Path, manifest: Manifest, declared: NetworkContent) -> None:
+    """Raise an error unless the encoders have the fingerprints that the signed networks declare."""
+
+    def hashes(part: str) -> dict[str, str]:
+        files = manifest.files.items()
+        return {name.removeprefix(part): entry.sha256 for name, entry in files if name.startswith(part)}
+
+    text = declared.text.weights if declared.text else None
+    for part, recorded in (("vae/", declared.latents.weights), ("text_encoder/", text)):
+        if own := hashes(part):
+            check_weights(part[:-1], str(folder / part), recorded=recorded, found=fingerprint_of(own))
+    # The tokenizer's files are those beside the weights of the text encoder.
+    if not hashes("tokenizer/").items() <= hashes("text_encoder/").items():
+        raise AtollError(f"{folder / 'tokenizer'} is not the tokenizer of the signed networks; export it again")
 
 
 def remove_source_paths(folder: Path) -> None:

@@ -299,6 +299,13 @@ class Checkpoints:
         return Artifact(self.run, layout.checkpoint(self.job, images))
 
 
+def load_weights(artifact: Artifact, network: nn.Module) -> None:
+    """Load only the weights of a checkpoint, in one process; other processes may have written parts of them."""
+    tensors: dict[str, Tensor] = {f"network.{name}": part.detach() for name, part in network.named_parameters()}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(artifact.folder)), no_dist=True)
+
+
 def file_of(rank: int) -> str:
     """Return the name of the file that a process writes."""
     return f"state-{rank:05d}.safetensors"

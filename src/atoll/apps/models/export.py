@@ -14,6 +14,7 @@ folders have the files of peft and of diffusers (`experts/network_folder.py`).
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import PIPELINE, ExpertContent, PipelineContent, RouterContent
+from atoll.core.manifests import EXPERT, PIPELINE, ExpertContent, PipelineContent, RouterContent
 from atoll.core.networks import LOCAL, BaseConfig
 from atoll.core.progress import progress
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.base_pipeline import BaseName
+from atoll.encoders.encoders import source_folders
+from atoll.encoders.pretrained import covered_files
 from atoll.ensemble.ensemble import Ensemble
 from atoll.ensemble.sampler import Sampler, load
 from atoll.experts import network_folder
@@ -47,7 +50,7 @@ from atoll.experts.run import network_manifests, open_run, public_content
 from atoll.nets.base import BaseExpert, base_folder, opened_base
 from atoll.nets.io import read_files
 from atoll.nets.quantization import Int8Linear
-from atoll.verify.local_trust import copy_trust
+from atoll.verify.local_trust import copy_trust, local_trust
 from atoll.verify.verified_files import VerifiedFiles
 
 
@@ -74,7 +77,7 @@ def export(
     made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
     if artifact.begin(PIPELINE, made_from) is None:
         _write(run, artifact, sampler, trained)
-        _copy_origin(run, artifact, trained)
+        _copy_origin(run, artifact, model, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
@@ -101,13 +104,34 @@ def _folder(run: Path, destination: Path) -> Artifact:
     return artifact
 
 
-def _copy_origin(run: Path, artifact: Artifact, trained: Mapping[str, Manifest]) -> None:
-    """Write the root and snapshot of a shared run, and manifest and density of each network as they were signed.
+def _copy_origin(run: Path, artifact: Artifact, model: str, trained: Mapping[str, Manifest]) -> None:
+    """Write the root and snapshot of a shared run, and what was signed: manifest and density of each network, encoders.
 
-    With them, whoever opens the export can compare every network with the snapshot.
+    With them, whoever opens the export can compare every network with the snapshot, and the encoders with the
+    fingerprints that the networks declare. For these, their files are copied as they are.
     """
-    if not copy_trust(run, artifact, {job: manifest.digest for job, manifest in trained.items()}):
+    if local_trust(run) is None:
         return
+    content = EXPERT.parse(next(iter(trained.values())), run)
+    # Adapters name their base, which has the encoders.
+    on_base = content.text is not None and content.text.base is not None
+    sources = {} if on_base else source_folders(content.latents, content.text, run=run)
+    files = {part: {file.relative_to(own): file for file in covered_files(own)} for part, own in sources.items()}
+    configurations = [file for own in files.values() for file in own.values() if file.suffix == ".json"]
+    local = LOCAL in (content.latents.autoencoder, content.text and content.text.encoder)
+    if local and any(b'name_or_path"' in file.read_bytes() for file in configurations):
+        print("note: an encoder has the path of a folder, so root and snapshot are not part of the export", flush=True)
+        return
+    networks = {job: manifest.digest for job, manifest in trained.items()}
+    if not copy_trust(run, artifact, networks, whole=model == "experts"):
+        return
+    own = files.get("text_encoder", {})
+    files["tokenizer"] = {name: file for name, file in own.items() if name.suffix != ".safetensors"}
+    for part, own in files.items():
+        if (artifact.folder / part).is_dir():
+            shutil.rmtree(artifact.folder / part)
+            for relative, file in own.items():
+                artifact.write(f"{part}/{relative.as_posix()}", file.read_bytes())
     for number, (job, manifest) in enumerate(trained.items()):
         name = "router" if job == layout.ROUTER else f"expert_{number}"
         artifact.write(f"{name}/{layout.MANIFEST_FILE}", manifest.to_json())

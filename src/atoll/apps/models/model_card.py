@@ -1,6 +1,8 @@
 """The model card of an export: usage, data, training cost, metrics and limitations."""
 
+import html
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,5 +225,10 @@ def _number(value: float | None, digits: int) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    # A | would end the cell.
-    return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    return lines + [f"| {' | '.join(map(_plain, row))} |" for row in rows]
+
+
+def _plain(cell: str) -> str:
+    """Return the text of a cell, which may come from the data: no line, HTML, link or end of the cell in it."""
+    text = html.escape(" ".join(cell.split()), quote=False).replace("|", "/")
+    return re.sub(r"([\[\]`])", r"\\\1", text)

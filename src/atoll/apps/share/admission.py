@@ -3,17 +3,16 @@
 1. The manifest: plain JSON, known files, sizes within the policy, the signature of a publisher or owner.
 2. The declaration: the right job and clusters; data, latents, statistics and cluster density of this run; an objective
    and a network that the policy allows.
-3. The files, in quarantine: hashes, exactly filled safetensors, the tensor names, shapes and dtypes of the declared
-   network (built on the meta device, without memory), finite values, no copy of another network of the run.
+3. The files: hashes, the tensor names, shapes and dtypes of the declared network (built on the meta device, without
+   memory), finite values, not the tensors of another network of the run.
 4. Its behavior, measured on the shards of the run (`atoll.apps.share.measured`).
 
-`atoll admit` and `atoll push` run all of them before they sign. `atoll pull` runs the first three: it trusts the signed
-snapshot for the fourth, and needs no shards. A network that fails is refused with the reason, and its files are
-deleted.
+`check_network` is all of them but the signature. Contributors run it before they sign, `atoll admit` and `atoll push`
+before they list a network. `atoll pull` leaves the fourth out: it trusts the signed snapshot, and needs no shards.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +20,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll import flow
-from atoll.apps.share.measured import check_copy, check_measured, float32_options
+from atoll.apps.share.measured import check_measured, float32_options
 from atoll.apps.share.remote_run import RemoteRun
-from atoll.apps.share.safetensors_headers import safetensors_header
 from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
@@ -38,7 +37,7 @@ from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.base_pipeline import register_base
-from atoll.experts.expert import open_expert
+from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.run import reference_of_artifact
 from atoll.nets import DiT, Router, build
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
@@ -53,14 +52,6 @@ _BUILD_ERRORS = (
     *(RuntimeError, ArithmeticError, AssertionError),
 )
 """Exceptions that building a network or objective from an invalid description can raise."""
-# The dtypes of networks by their names in safetensors.
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -103,50 +94,31 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Reviewed:
-    """A network that passed, in quarantine, and its entry in the snapshot."""
+class Checked:
+    """What the checks of a network found."""
 
-    artifact: Artifact
-    network: Network
+    weights: str
+    """Digest of its tensors."""
+    error: float | None = None
+    """`Network.error`, if it was measured."""
 
 
-def review(
-    remote: RemoteRun, job: str, digest: str, *, quarantine: Path, measure: bool, finished: Path | None = None
-) -> Reviewed:
-    """Download a network into quarantine and run all checks; raise `Refused` if one fails.
+def review(remote: RemoteRun, job: str, digest: str, *, quarantine: Path) -> Network:
+    """Download a contribution into quarantine and run all checks; raise `Refused` if one fails.
 
-    Without `measure`, it is one that a snapshot lists: its behavior is not measured and no shards are downloaded. With
-    `finished`, its behavior is compared with that of the other networks of the run, which are downloaded into this
-    folder and stay there.
+    It is compared with the other networks of the run, which are downloaded, too.
     """
     name = layout.final(job)
     shutil.rmtree(quarantine, ignore_errors=True)
     try:
         manifest = read_manifest(remote.store, name, digest)
-        if manifest is None:
-            raise Refused(f"{remote.store.url} has no manifest for {name}")
-        signature = remote.read_signature("publish", name, digest, listed=not measure)
-        number = layout.expert_number(job)
-        clusters = range(len(remote.trust.current.shards)) if number is None else [number]
-        shards = tuple(map(remote.shards, clusters))
-        start = None if number is None else remote.shared_start()
-        contribution = Contribution(job, manifest, shards, remote.policy, start)
-        check_declaration(contribution)
-        artifact = Artifact(quarantine, name)
-        fetch(remote.store, name, manifest, target=artifact, quiet=True)
-        network = Network(manifest=digest, weights=check_files(contribution, artifact), publisher=signature.key)
-        check_new(remote, job, network)
-        if measure:
-            data = [Artifact(quarantine, layout.shards(cluster)) for cluster in clusters]
-            for target, own in zip(data, shards, strict=True):
-                fetch(remote.store, target.name, own, target=target, quiet=True)
-            check_behavior(contribution, artifact, data)
-            if finished is not None:
-                check_copies(remote, artifact, data, finished=finished)
-        return Reviewed(artifact, network)
-    except AtollError:
+        signature = remote.read_signature("publish", name, digest)
+        checked = check_network(remote, job, manifest, quarantine, measure=True, compare=True)
+        if signature.weights != checked.weights:
+            raise Refused("its weights are not those that its publisher signed")
+        return Network(manifest=digest, signature=signature, error=checked.error)
+    finally:
         shutil.rmtree(quarantine, ignore_errors=True)
-        raise
 
 
 def find_base(remote: RemoteRun, folder: Path) -> None:
@@ -173,47 +145,67 @@ def find_base(remote: RemoteRun, folder: Path) -> None:
         )
 
 
-def check_behavior(contribution: Contribution, artifact: Artifact, data: list[Artifact]) -> None:
-    """Measure a network that passed all other checks; refuse it if it cannot be evaluated on the data."""
-    try:
-        check_measured(artifact, contribution.manifest, data, policy=contribution.policy)
-    except AtollError:
-        raise
-    except _BUILD_ERRORS as error:
-        raise Refused(f"it cannot be evaluated on the data of this run: {first_line(error)}") from error
+def check_network(
+    remote: RemoteRun,
+    job: str,
+    manifest: Manifest,
+    folder: Path,
+    *,
+    measure: bool,
+    compare: bool = False,
+    finished: bool = True,
+) -> Checked:
+    """Run all checks of a network in a local folder; raise `Refused` if one fails.
 
-
-def check_new(remote: RemoteRun, job: str, network: Network) -> None:
-    """Refuse weights that were withdrawn, and copies of another network of the run."""
-    if network.weights in remote.trust.current.withdrawn:
+    Its files, and with `measure` the shards of its clusters, are downloaded into the folder if it lacks them. With
+    `compare`, its behavior is compared with that of the other networks of the run, too. `finished` as in `figures`.
+    """
+    name, number = layout.final(job), layout.expert_number(job)
+    clusters = range(len(remote.trust.current.shards)) if number is None else [number]
+    start = None if number is None else remote.shared_start()
+    contribution = Contribution(job, manifest, tuple(map(remote.shards, clusters)), remote.policy, start)
+    check_declaration(contribution)
+    artifact = Artifact(folder, name)
+    fetch(remote.store, name, manifest, target=artifact, quiet=True)
+    weights = check_files(contribution, artifact)
+    if weights in remote.trust.current.withdrawn:
         raise Refused("its weights were withdrawn by the owners of the run")
     for other, known in remote.networks().items():
-        if other != job and known.weights == network.weights:
+        if other != job and known.weights == weights:
             raise Refused(f"its weights are a copy of those of {other}")
+    if not measure:
+        return Checked(weights)
+    data = [Artifact(folder, layout.shards(cluster)) for cluster in clusters]
+    for target, own in zip(data, contribution.shards, strict=True):
+        fetch(remote.store, target.name, own, target=target, quiet=True)
+    others = _other_networks(remote, job, folder, data) if compare and number is not None else iter(())
+    try:
+        error = check_measured(artifact, manifest, data, policy=remote.policy, others=others, finished=finished)
+    except AtollError:
+        raise
+    except _BUILD_ERRORS as reason:
+        raise Refused(f"it cannot be evaluated on the data of this run: {first_line(reason)}") from reason
+    return Checked(weights, error)
 
 
-def check_copies(remote: RemoteRun, artifact: Artifact, data: list[Artifact], *, finished: Path) -> None:
-    """Refuse a network that behaves like another one of the run."""
-    space = Shards(data, "validation").statistics
-    expert = open_expert(reference_of_artifact(artifact, EXPERT, artifact.open(EXPERT)), space, float32_options())
-    for job, network in remote.networks().items():
-        name = layout.final(job)
-        if job == layout.ROUTER or name == artifact.name:
+def _other_networks(remote: RemoteRun, job: str, folder: Path, data: list[Artifact]) -> Iterator[OpenExpert]:
+    """Download the finished experts of other clusters and the shared start; open one after the other."""
+    space = Shards(data, "train").statistics
+    for other, network in remote.networks().items():
+        if other == job or not (layout.is_expert(other) or other == layout.START):
             continue
-        target = Artifact(finished / network.manifest, name)
+        target = Artifact(folder, layout.final(other))
         try:
-            manifest = read_manifest(remote.store, name, network.manifest)
-            if manifest is None:
-                continue
+            manifest = read_manifest(remote.store, target.name, network.manifest)
             # Its EMA weights and its density are not needed.
             manifest = replace(manifest, files={file: manifest.files[file] for file in (CONFIG_FILE, WEIGHTS_FILE)})
-            fetch(remote.store, name, manifest, target=target, quiet=True)
+            fetch(remote.store, target.name, manifest, target=target, quiet=True)
             reference = reference_of_artifact(target, EXPERT, manifest, VerifiedFiles(target, manifest))
-            other = open_expert(reference, space, float32_options())
+            expert = open_expert(reference, space, float32_options())
         except _BUILD_ERRORS:
             # Nobody can use a network that is missing or damaged in the store. It must not stop the others.
             continue
-        check_copy(expert, other, data)
+        yield expert
 
 
 # Checks before the download
@@ -367,29 +359,28 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
     config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
     if config != contribution.claims["network"]:
         raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
-    expected = {
-        name: (_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-        for name, tensor in declared_tensors(contribution).items()
-    }
+    expected = declared_tensors(contribution)
     for file in contribution.manifest.files:
         # The density has the hash of the one in the shards (`_check_origin`).
         if not file.endswith(".safetensors") or file == DENSITY_FILE:
             continue
-        found = safetensors_header(artifact.path(file))
+        found = _read(artifact.path(file))
         if unknown := sorted(set(found) - set(expected)):
             raise Refused(f"{file} has a tensor {unknown[0][:80]!r} that the declared network lacks")
         if file == WEIGHTS_FILE and (missing := sorted(set(expected) - set(found))):
             raise Refused(f"{file} has no tensor {missing[0]!r}")
-        for name, kind in found.items():
-            if kind != expected[name]:
-                raise Refused(f"{file}: {name} is {kind[0]} {list(kind[1])}; expected {expected[name]}")
-        _check_finite(artifact.path(file))
-    with safe_open(artifact.path(WEIGHTS_FILE), "pt") as tensors:
-        return weights_digest((name, tensors.get_tensor(name)) for name in sorted(tensors.keys()))
+        for name, tensor in found.items():
+            if (tensor.dtype, tensor.shape) != (expected[name].dtype, expected[name].shape):
+                wanted = f"{expected[name].dtype} {list(expected[name].shape)}"
+                raise Refused(f"{file}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {wanted}")
+            if not bool(tensor.isfinite().all()):
+                raise Refused(f"{file}: {name} holds values that are not finite")
+    return weights_digest(sorted(_read(artifact.path(WEIGHTS_FILE)).items()))
 
 
-def _check_finite(file: Path) -> None:
-    with safe_open(file, "pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-            if not bool(tensors.get_tensor(name).isfinite().all()):
-                raise Refused(f"{file.name}: {name} holds values that are not finite")
+def _read(file: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file. The library refuses gaps, overlaps, other bytes and headers that are not plain."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise Refused(f"{file.name} is not a safetensors file: {error}") from error

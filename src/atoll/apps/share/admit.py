@@ -1,6 +1,5 @@
 """`atoll admit`: review the experts that contributors propose, and add those that pass to the snapshot."""
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,24 +67,15 @@ def _review_or_return(remote: RemoteRun, folder: Path, lease: Lease) -> str:
 def _review(remote: RemoteRun, folder: Path, lease: Lease) -> str:
     from atoll.apps.share import admission
 
-    quarantine = folder / layout.QUARANTINE / lease.job
     try:
         assert lease.record.manifest is not None  # `waits_for_review`
-        reviewed = admission.review(
-            remote,
-            lease.job,
-            lease.record.manifest,
-            quarantine=quarantine,
-            measure=True,
-            finished=folder / layout.FINISHED,
-        )
+        quarantine = folder / layout.QUARANTINE / lease.job
+        network = admission.review(remote, lease.job, lease.record.manifest, quarantine=quarantine)
     except Refused as reason:
         lease.end("refused", why=str(reason), manifest=None)
         return str(reason)
-    finally:
-        shutil.rmtree(quarantine, ignore_errors=True)
     lease.check()
     # The snapshot is the commit. The record after it only informs.
-    remote.write_snapshot({lease.job: reviewed.network})
+    remote.write_snapshot({lease.job: network})
     lease.end("done")
     return "admitted"

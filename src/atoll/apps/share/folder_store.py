@@ -120,15 +120,6 @@ class Folder:
                 raise FileNotFoundError(f"{self.prefix}/{key} is not a regular file")
             return _meta(key, found)
 
-    def taken(self, key: str) -> bool:
-        """Return whether there is anything at a key: an object, a link or a folder."""
-        try:
-            with self._open_parent(key) as (parent, name):
-                os.stat(name, dir_fd=parent, follow_symlinks=False)
-                return True
-        except FileNotFoundError:
-            return False
-
     def list(self, prefix: str = "") -> Iterator[ObjectMetas]:
         """Yield the objects below a prefix; skip links and everything behind them."""
         parts = _parts(prefix)

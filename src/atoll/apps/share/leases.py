@@ -2,7 +2,7 @@
 
     leases/experts/003/000017       holder, state, progress, last published checkpoint
 
-How it works. An *epoch* is the number of a record. The last record of the chain (`lease_records`) is the current one.
+How it works. An *epoch* is the number of a record. The valid record with the highest one is the current record.
 To acquire, renew or end a lease, a worker creates the key of the next epoch. The store guarantees that exactly one of
 several concurrent creates succeeds (`Store.create`), so each epoch has exactly one author.
 
@@ -35,8 +35,6 @@ from pydantic import ValidationError
 from atoll.apps.share.lease_records import (
     LAST_EPOCH,
     MAX_WHY,
-    Authority,
-    Chain,
     LeaseState,
     Record,
     RecordChanges,
@@ -44,9 +42,9 @@ from atoll.apps.share.lease_records import (
     key_of,
     list_keys,
     new_name,
-    read_chains,
 )
-from atoll.apps.share.store import Entry, Store
+from atoll.apps.share.remote_run import RemoteRun
+from atoll.apps.share.store import Store
 from atoll.core import layout
 from atoll.core.artifacts import to_json
 from atoll.core.errors import AtollError, wrong_fields
@@ -83,15 +81,13 @@ class Lease:
         record: Record,
         *,
         since: float,
-        authority: Authority | None = None,
+        authority: RemoteRun | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.job, self.record, self.authority, self._clock = store, job, record, authority, clock
         self._progressed: float | None = None  # time of the last trained image; None before the first one
         self._deadline = since + record.duration
         self._pending: RecordChanges = {}
-        self._keys: dict[int, Entry] = {}
-        self._chain = Chain()
         self._lost = ""
         self._renew_lock, self._pending_lock = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
@@ -109,7 +105,7 @@ class Lease:
         overrides: dict[str, str] | None = None,
         state: tuple[LeaseState, ...] = (),
         epoch: int | None = None,
-        authority: Authority | None = None,
+        authority: RemoteRun | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Lease | None":
         """Acquire a job that is free or in one of the states `state`; return None if it is not, or on a lost race.
@@ -145,7 +141,7 @@ class Lease:
         written = lease._create_record(record)
         if written is None:
             return None
-        lease.record = written  # its epoch is higher if malformed records were skipped
+        lease.record = written  # its epoch is higher if keys were occupied
         return lease
 
     @property
@@ -184,7 +180,9 @@ class Lease:
                 values = {**self.record.model_dump(), **self._pending, **changes}
             idle = 0.0 if self._progressed is None else since - self._progressed
             values |= {"state": state, "epoch": self.record.epoch + 1, "issued": time.time(), "idle": max(0.0, idle)}
-            record = self._create_record(_validated(**values))
+            newest = self._newest()
+            taken = newest is not None and newest.nonce != self.record.nonce
+            record = None if taken else self._create_record(_validated(**values))
             if record is None:
                 self._lost = "another worker has taken it"
                 raise LeaseLost(f"{self.job}: {self._lost}")
@@ -200,55 +198,33 @@ class Lease:
         """Create a record and return it as written; return None if another worker holds the job.
 
         If the key exists, there are three cases. With our nonce, an earlier create succeeded and its response was lost:
-        continue with the next epoch. A record that does not count is skipped in the same way. Any other record is a
-        takeover.
+        continue with the next epoch. An object that is no valid record is skipped in the same way. Any other record is
+        a takeover.
 
         A successful create is not proof: a worker that slept for more than `KEPT_EPOCHS` epochs can create a key that
-        the new holder has deleted. So the record must be part of the chain afterwards. A record that ends the lease may
-        have a successor: another worker may acquire the job immediately.
+        the new holder has deleted. So our record must be the current one, before (`_advance`) and afterwards. A record
+        that ends the lease may have a successor: another worker may acquire the job immediately.
         """
         record = self._signed(record)
         while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
-            self._read_chain()
-            # Only records that count end a lease: anybody with write access can occupy its next key.
-            others = [one.record for one in self._chain.counted if one.record.nonce != record.nonce]
-            if any(other.epoch >= record.epoch for other in others):
+            newest = self._newest()
+            if newest is not None and newest.epoch >= record.epoch and newest.nonce != record.nonce:
                 return None
-            epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in self._keys)
+            keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
+            epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in keys)
             record = self._signed(_validated(**{**record.model_dump(), "epoch": epoch}))
-        # The create shows that the key was free, not that the record counts: the lease may have been taken before.
-        self._read_chain()
-        last = self._chain.last
-        held = last is not None and (record.state != "held" or last.nonce == record.nonce)
-        return record if held and self._chain.has(record) else None
+        newest = self._newest() if record.state == "held" else record
+        return record if newest is not None and newest.nonce == record.nonce else None
 
-    def _read_chain(self) -> None:
-        self._keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
-        chains = read_chains(self.store, {self.job: self._keys}, authority=self.authority)
-        self._chain = chains[self.job]
+    def _newest(self) -> Record | None:
+        found = get_lease(self.store, self.job, authority=self.authority)
+        return found.record if found else None
 
     def _prune(self) -> None:
-        """Delete old records. The chain that is left must begin with a record that counted.
-
-        A chain begins with its oldest record. So records that do not count, and are not between those that do, are
-        deleted first. Those between them stay, since a free key ends a chain, and so does the record before them.
-        """
-        counted, others = self._chain.counted, self._chain.others
-        start, now = counted[0].record.epoch, self.record.epoch
-        inside = [one for one in others if start < one.record.epoch <= now]
-        # What could begin the chain that is left: old enough to be deleted up to, and older than every record that does
-        # not count and stays. Otherwise such a record would become the oldest one, and so the first.
-        firsts = [
-            one.record.epoch
-            for one in counted
-            if one.record.epoch <= now - KEPT_EPOCHS + 1
-            and all(one.time <= other.time and one.record.epoch < other.record.epoch for other in inside)
-        ]
-        if firsts and firsts[-1] > start:
-            outside = [one.record.epoch for one in others if one not in inside]
-            old = [epoch for epoch in sorted(self._keys) if start <= epoch < firsts[-1]]
-            for epoch in (*outside, *old):
-                self.store.delete([key_of(self.job, epoch)])
+        """Delete old records."""
+        keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
+        old = [key_of(self.job, epoch) for epoch in keys if epoch <= self.record.epoch - KEPT_EPOCHS]
+        self.store.delete(sorted(old))
 
     def _signed(self, record: Record) -> Record:
         if self.authority is None:

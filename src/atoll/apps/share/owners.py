@@ -1,7 +1,7 @@
-"""What the owners of a shared run do: create its root, change it, sign it, and push the run.
+"""What an owner of a shared run does: create its root, change it, and push the run.
 
-A change makes the next version of the root in the owner's folder. It is valid once a threshold of the owners of both
-versions have signed it; with one owner, that is at once. `atoll push` publishes it.
+A change makes the next version of the root in the owner's folder, signed with the owner's key. `atoll push` publishes
+it.
 """
 
 import hashlib
@@ -12,35 +12,20 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from atoll.apps.share.admission import (
-    Contribution,
-    check_behavior,
-    check_declaration,
-    check_files,
-    check_new,
-    find_base,
-)
-from atoll.apps.share.remote_run import RemoteRun, read_all
+from atoll.apps.share.admission import check_network, find_base
+from atoll.apps.share.remote_run import RemoteRun, stored_objects
 from atoll.apps.share.shared_settings import not_shared, shared_part
 from atoll.apps.share.store import Store
 from atoll.apps.share.transfer import upload
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import SHARDS
-from atoll.train.spec import shared_start
-from atoll.verify.local_trust import check_seen, files_below, local_trust, save_root, save_snapshot
+from atoll.verify.local_trust import check_seen, local_trust, save_root, save_snapshot
 from atoll.verify.signing import Signer
-from atoll.verify.trust import (
-    VALID_DAYS,
-    Network,
-    Root,
-    RootChain,
-    Signed,
-    parse_signed,
-)
+from atoll.verify.trust import VALID_DAYS, Network, Root, RootChain, Signed
 from atoll.verify.untrusted import Refused
 
 
@@ -60,54 +45,27 @@ def create_root(run: Path, signer: Signer) -> RootChain:
         settings=_settings_digest(run),
         shards=tuple(manifest.digest for manifest in shards if manifest is not None),
     )
-    save_root(run, Signed(root, (signer.sign(root.statement()),)))
+    save_root(run, Signed(root, signer.sign(root.statement())))
     return _own_trust(run)
 
 
-def draft_of(run: Path, trust: RootChain) -> Signed[Root] | None:
-    """Return the next version of the root, if one waits for signatures."""
-    for name, data in files_below(run, layout.ROOTS).items():
-        signed = parse_signed(Root, data, name)
-        if signed.content.version == trust.current.version + 1:
-            return signed
-    return None
-
-
-def change_root(run: Path, signer: Signer, **changes: Any) -> Signed[Root]:
-    """Make the next version of the root, or change the one that waits for signatures, and sign it."""
+def change_root(run: Path, signer: Signer, **changes: Any) -> Root:
+    """Make and sign the next version of the root."""
     trust = _own_trust(run)
-    draft = draft_of(run, trust)
-    base = draft.content if draft else trust.current
-    values = base.model_dump() | {"expires": _expiry()} | changes
-    values |= {"version": trust.current.version + 1, "previous": trust.current.digest}
+    _check_owner(trust, signer)
+    before = trust.current
+    values = before.model_dump() | {"expires": _expiry()} | changes
     try:
-        root = Root.model_validate(values)
+        root = Root.model_validate(values | {"version": before.version + 1, "previous": before.digest})
     except ValidationError as error:
         raise AtollError(f"the root would not be valid: {wrong_fields(error)}") from error
-    if draft:
-        (run / layout.root(draft.content.version, draft.content.digest)).unlink()
-    return _sign(run, Signed(root), trust, signer=signer)
+    save_root(run, Signed(root, signer.sign(root.statement())))
+    return root
 
 
-def sign_root(run: Path, signer: Signer) -> Signed[Root]:
-    """Add a signature to the version that waits for it."""
-    trust = _own_trust(run)
-    draft = draft_of(run, trust)
-    if draft is None:
-        raise AtollError(
-            f"{run}: version {trust.current.version} of the root is complete; nothing waits for a signature"
-        )
-    return _sign(run, draft, trust, signer=signer)
-
-
-def _sign(run: Path, signed: Signed[Root], trust: RootChain, *, signer: Signer) -> Signed[Root]:
-    root = signed.content
-    if signer.public not in (*root.owners.values(), *trust.current.owners.values()):
+def _check_owner(trust: RootChain, signer: Signer) -> None:
+    if trust.current.signer_name(signer.public, "root", "") is None:
         raise AtollError(f"your key ({signer.public}) is not that of an owner of this run; pass it with --key")
-    others = tuple(one for one in signed.signatures if one.key != signer.public)
-    made = Signed(root, (*others, signer.sign(root.statement())))
-    save_root(run, made)
-    return made
 
 
 def _own_trust(run: Path) -> RootChain:
@@ -128,8 +86,8 @@ def _settings_digest(run: Path) -> str:
 # Push
 
 
-def push(run: Path, store: Store, signer: Signer) -> tuple[RootChain, list[str]]:
-    """Upload root, settings, shards and finished networks of a run; return the root and the names of the artifacts.
+def push(run: Path, store: Store, signer: Signer) -> tuple[RemoteRun, list[str]]:
+    """Upload root, settings, shards and finished networks of a run; return it and the names of the artifacts.
 
     Objects that the store already has are not sent again. Networks pass all checks before they are signed.
     """
@@ -144,8 +102,7 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[RootChain, list[str]]
             f"{run / CONFIG_FILE} has changed since the run was shared, and contributors rely on it; change it back, "
             f"or share another run: delete {run / layout.ROOTS} and use another URL"
         )
-    if trust.current.signer_name(signer.public, "root", "") is None:
-        raise AtollError(f"your key ({signer.public}) is not that of an owner of this run; pass it with --key")
+    _check_owner(trust, signer)
     _check_store(store, run, trust)
     if not store.create(CONFIG_FILE, settings):
         raise AtollError(f"{store.url}/{CONFIG_FILE} exists and differs from {run / CONFIG_FILE}; use another URL")
@@ -157,75 +114,73 @@ def push(run: Path, store: Store, signer: Signer) -> tuple[RootChain, list[str]]
             raise AtollError(f"{artifact.folder} has changed since the run was shared; share it again with another URL")
         upload(store, artifact, manifest, name=artifact.name)
         sent.append(artifact.name)
-    for name, data in files_below(run, layout.ROOTS).items():
-        signed = parse_signed(Root, data, name)
-        if signed.content in trust.roots:
-            store.create(layout.root(signed.content.version, signed.content.digest), data)
+    for root in trust.roots:
+        name = layout.root(root.version, root.digest)
+        store.create(name, (run / name).read_bytes())
     check_seen(trust)
+    Artifact(run, ".").write(layout.STORE_URL, store.url.encode())
     remote = RemoteRun(store, trust, config, signer)
     find_base(remote, run)
-    return trust, sent + _push_networks(remote, run)
+    return remote, sent + _push_networks(remote, run)
+
+
+def pushed_url(run: Path) -> str:
+    """Return the store to which a run was pushed before."""
+    file = run / layout.STORE_URL
+    if not file.is_file():
+        raise AtollError(f"{run} was not pushed from this folder yet; name the store: atoll push {run} URL")
+    return file.read_text(encoding="utf-8")
 
 
 def _check_store(store: Store, run: Path, trust: RootChain) -> None:
     """Raise an error if the store holds another run, or a later version of this one."""
-    files = read_all(store, layout.ROOTS)
-    if not files and store.entry(CONFIG_FILE):
+    objects = stored_objects(store, layout.ROOTS)
+    if not objects.roots():
         # An interrupted push is finished.
-        if store.read(CONFIG_FILE) != shared_part(configuration.load(run)):
+        if store.entry(CONFIG_FILE) and store.read(CONFIG_FILE) != shared_part(configuration.load(run)):
             raise AtollError(f"{store.url}/{CONFIG_FILE} exists and differs from {run / CONFIG_FILE}; use another URL")
-    elif files:
-        try:
-            stored = RootChain.of(files, trust.roots[0].digest, store.url)
-        except AtollError as error:
-            raise AtollError(f"{store.url} holds another run than {run}; use another URL ({error})") from error
-        if len(stored.roots) > len(trust.roots):
-            raise AtollError(
-                f"{store.url} has version {stored.current.version} of the root, and {run} has version "
-                f"{trust.current.version}; get it with: atoll pull {store.url} {run}"
-            )
+        return
+    published = [root for root in trust.roots if (root.version, root.digest) in objects.roots()]
+    if not published:
+        raise AtollError(f"{store.url} holds another run than {run}; use another URL")
+    # From the newest version that both have: a version that somebody else adds beside one of ours does not count.
+    stored = RootChain(trust.roots[: published[-1].version]).extended(objects)
+    if stored.roots != trust.roots[: len(stored.roots)]:
+        raise AtollError(
+            f"{store.url} has a version {stored.current.version} of the root that {run} lacks. Look at it with: atoll "
+            f"trust {store.url}. Then get it with: atoll pull {store.url} ANOTHER_FOLDER, and make your change there"
+        )
 
 
 def _push_networks(remote: RemoteRun, run: Path) -> list[str]:
     """Check, sign and upload the finished networks that the snapshot lacks, and add them to it."""
-    check = not remote.trust.current.withdrawn_keys
-    signed = remote.snapshot(check=check)
+    signed = remote.snapshot(check=False)
     if signed is None or signed.content.root < remote.trust.current.version:
         # Every version of the root has a snapshot, even an empty one: without it, users who saw a snapshot of an
-        # admitter whose key was withdrawn would refuse the run as rolled back.
-        signed = remote.write_snapshot({}, check=check)
+        # admitter whose key was withdrawn, or one that somebody deleted, would refuse the run as rolled back.
+        signed = remote.write_snapshot({}, check=False)
+    check_seen(remote.trust, signed.content.order)
     listed = remote.trust.usable(signed.content)
-    added: dict[str, Network] = {}
-    for job in layout.jobs(run):
-        manifest = Artifact(run, layout.final(job)).manifest()
+    # The shared start first: an expert must declare the one that is published.
+    for job in sorted(layout.jobs(run), key=lambda job: job != layout.START):
+        artifact = Artifact(run, layout.final(job))
+        manifest = artifact.manifest()
         if manifest is None or manifest.digest in remote.trust.current.withdrawn:
             continue
         if job in listed and listed[job].manifest != manifest.digest:
             raise AtollError(
-                f"{remote.store.url} has another {job}; withdraw it first: atoll trust {run} withdraw {job}"
+                f"{remote.store.url} has another {job}; withdraw it first: atoll trust {run} withdraw network {job}"
             )
         if job not in listed:
-            added[job] = _push_network(remote, run, job, manifest=manifest)
-    if added:
-        signed = remote.write_snapshot(added)
+            try:
+                # Owners decide how long they train their own networks.
+                checked = check_network(remote, job, manifest, run, measure=True, finished=False)
+            except Refused as reason:
+                raise AtollError(f"{artifact.folder} is not shared: {reason}") from reason
+            signature = remote.write_signature("publish", artifact.name, manifest.digest, weights=checked.weights)
+            upload(remote.store, artifact, manifest, name=artifact.name)
+            network = Network(manifest=manifest.digest, signature=signature, error=checked.error)
+            signed = remote.write_snapshot({job: network})
+            listed[job] = network
     save_snapshot(run, signed)
-    return [layout.final(job) for job in sorted({*added, *listed})]
-
-
-def _push_network(remote: RemoteRun, run: Path, job: str, *, manifest: Manifest) -> Network:
-    artifact = Artifact(run, layout.final(job))
-    number = layout.expert_number(job)
-    clusters = range(len(remote.trust.current.shards)) if number is None else [number]
-    data = [Artifact(run, layout.shards(cluster)) for cluster in clusters]
-    start = shared_start(run) if number is not None and remote.config.shared_start.flops_share else None
-    contribution = Contribution(job, manifest, tuple(own.open(SHARDS) for own in data), remote.policy, start)
-    try:
-        check_declaration(contribution)
-        network = Network(manifest=manifest.digest, weights=check_files(contribution, artifact), publisher=remote.key)
-        check_new(remote, job, network)
-        check_behavior(contribution, artifact, data)
-    except Refused as reason:
-        raise AtollError(f"{artifact.folder} is not shared: {reason}") from reason
-    remote.write_signature("publish", artifact.name, manifest.digest)
-    upload(remote.store, artifact, manifest, name=artifact.name)
-    return network
+    return [layout.final(job) for job in sorted(listed)]

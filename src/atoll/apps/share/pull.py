@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from atoll.apps.share.admission import review
+from atoll.apps.share.admission import check_network
 from atoll.apps.share.remote_run import RemoteRun
-from atoll.apps.share.transfer import fetch
+from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, to_json
 from atoll.core.errors import AtollError
@@ -17,7 +17,8 @@ from atoll.verify.untrusted import Refused
 def pull(remote: RemoteRun, run: Path, shards: bool = False) -> dict[str, str]:
     """Download the finished networks of a run after checking each; return the outcome of each job."""
     signed = remote.snapshot()
-    networks = remote.trust.usable(signed.content) if signed else {}
+    listed = signed.content.networks if signed else {}
+    networks = {job: network for job, network in listed.items() if not remote.trust.is_withdrawn(network)}
     experts = [layout.expert_job(expert) for expert in range(remote.config.clusters.count)]
     verdicts = {
         job: pull_network(remote, run, job, network=networks[job]) if job in networks else "missing"
@@ -45,15 +46,17 @@ def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) ->
     """Download one network of the snapshot after checking it; return the outcome."""
     target, quarantine = Artifact(run, layout.final(job)), run / layout.QUARANTINE / job
     notice = Artifact(run, layout.notice(job))
+    shutil.rmtree(quarantine, ignore_errors=True)
     try:
         local = target.manifest()
         if local is not None and local.digest == network.manifest:
             return "up to date"
         if target.folder.exists():
             raise AtollError(f"{target.folder} differs from the store; move it away, or pull into another folder")
-        reviewed = review(remote, job, network.manifest, quarantine=quarantine, measure=False)
-        if reviewed.network != network:
-            raise Refused("its weights or its publisher are not those of the snapshot")
+        remote.trust.check_listed(job, network)
+        manifest = read_manifest(remote.store, target.name, network.manifest)
+        if check_network(remote, job, manifest, quarantine, measure=False).weights != network.weights:
+            raise Refused("its weights are not those that its publisher signed")
     except Refused as reason:
         Artifact(run, ".").write(notice.name, to_json({"job": job, "reason": str(reason)}))
         shutil.rmtree(quarantine, ignore_errors=True)
@@ -61,7 +64,7 @@ def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) ->
     except AtollError as error:
         return f"refused: {error}"
     target.folder.parent.mkdir(parents=True, exist_ok=True)
-    reviewed.artifact.folder.rename(target.folder)
+    (quarantine / target.name).rename(target.folder)
     notice.folder.unlink(missing_ok=True)
     shutil.rmtree(quarantine, ignore_errors=True)
     return "fetched"

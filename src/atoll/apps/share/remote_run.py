@@ -1,14 +1,15 @@
 """A run in a store, opened by somebody who trusts its owner but not the store.
 
-The fingerprint of the run's root comes with its URL (`s3://bucket/run#sha256=…`). Everything else is checked against
-it: settings and shards by their digests in the root, finished networks by the signed snapshot, and everything that
-contributors write by their signatures. Objects that fail a check count as absent, so that nobody who can only create
-objects can stop the others.
+The fingerprint of the run comes with its URL: `s3://bucket/run#sha256=…@4`, for at least version 4 of its root.
+Everything else is checked against it: settings and shards by their digests in the root, finished networks by the signed
+snapshot, and everything that contributors write by their signatures. Objects that fail a check count as absent, so that
+nobody who can only create objects can stop the others.
 """
 
 import hashlib
 import os
-from collections.abc import Collection
+import re
+import sys
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,7 +17,6 @@ from zlib import crc32
 
 from pydantic import ValidationError
 
-from atoll.apps.share.lease_records import Record
 from atoll.apps.share.shared_settings import MAX_BYTES as MAX_SETTINGS
 from atoll.apps.share.shared_settings import read_shared, shared_part
 from atoll.apps.share.store import Store
@@ -28,34 +28,33 @@ from atoll.core.config import Config
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import EXPERT, StartSpec
-from atoll.verify.local_trust import check_seen, local_trust, save_root
+from atoll.verify.local_trust import check_seen, local_trust, open_chain, save_root
 from atoll.verify.signing import Role, Signature, Signer
 from atoll.verify.trust import (
+    FINGERPRINT_DIGITS,
     MAX_BYTES,
     Network,
+    Objects,
     Policy,
-    Root,
     RootChain,
     Signed,
     Snapshot,
-    parse_signed,
 )
 from atoll.verify.untrusted import Refused, strict_json
 
 FRAGMENT = "#sha256="
+_FINGERPRINT = re.compile(rf"([0-9a-f]{{{FINGERPRINT_DIGITS},64}})(?:@([0-9]{{1,6}}))?", re.ASCII)
+_SHARD_FILE = re.compile(r"[a-z]+-[0-9]{6,}\.(safetensors|parquet)|cluster\.safetensors|[a-z]+-[0-9x]+\.safetensors")
 _MAX_SIGNATURE = 1024
 """Maximum number of bytes of a signature; it takes 400."""
 
 
-def split_url(url: str, fingerprint: str | None = None) -> tuple[str, str | None]:
+def split_url(url: str, given: str | None = None) -> tuple[str, str | None]:
     """Return the URL of a store and the fingerprint, which is given apart or in the fragment of the URL."""
     url, mark, fragment = url.partition(FRAGMENT)
-    given = fragment if mark else fingerprint
-    if given is not None and (len(given) != 64 or any(letter not in "0123456789abcdef" for letter in given)):
-        raise AtollError(f"{given[:80]!r} is not a fingerprint; expected the 64 hexadecimal digits that push printed")
-    if mark and fingerprint is not None and fingerprint != fragment:
+    if mark and given is not None and given != fragment:
         raise AtollError("the URL and --trust give different fingerprints")
-    return url, given
+    return url, fragment if mark else given
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,27 @@ class Access:
     """How a verb opens a shared run."""
 
     fingerprint: str | None = None
+    """Fingerprint of a version of the root, as its owner gave it; `FINGERPRINT@4` needs at least version 4."""
     unsigned: bool = False
     """Accept a run without a fingerprint, which anybody could have written."""
     signer: Signer | None = None
 
+    def parsed(self) -> tuple[str | None, int]:
+        """Return the fingerprint and the lowest version that the run must have."""
+        if self.fingerprint is None:
+            return None, 1
+        match = _FINGERPRINT.fullmatch(self.fingerprint)
+        if match is None:
+            raise AtollError(
+                f"{self.fingerprint[:80]!r} is not a fingerprint; expected the {FINGERPRINT_DIGITS} hexadecimal digits "
+                "that push printed, and @VERSION"
+            )
+        return match[1], int(match[2] or 1)
+
 
 @dataclass
 class RemoteRun:
-    """A shared run whose root and settings are verified. It is the `lease_records.Authority` of its leases."""
+    """A shared run whose root and settings are verified."""
 
     store: Store
     trust: RootChain
@@ -84,25 +96,40 @@ class RemoteRun:
         A local copy that was verified before is the fingerprint, if no other is given.
         """
         known = local_trust(folder) if folder is not None else None
-        fingerprint = access.fingerprint or (known.roots[0].digest if known else None)
-        files = read_all(store, layout.ROOTS)
-        if not files:
+        fingerprint, least = access.parsed()
+        fingerprint = fingerprint or (known.current.digest if known else None)
+        objects = stored_objects(store, layout.ROOTS)
+        if not objects.roots():
             raise AtollError(without_root(store))
         if fingerprint is None and not access.unsigned:
             raise AtollError(
                 f"{store.url}: anyone could have written this run. Add the fingerprint that its owner got from atoll "
                 f"push ('{store.url}{FRAGMENT}…', or --trust), or accept that risk with --unsigned"
             )
-        trust = RootChain.of(files, fingerprint or RootChain.first(files, store.url), store.url)
+        trust = open_chain(objects, fingerprint, store.url)
+        others = {digest for version, digest in objects.roots() if version == 1} - {trust.run}
+        if fingerprint is None and others:
+            used, shown = trust.roots[0].fingerprint, ", ".join(sorted(others)[:8])
+            note = f"{store.url} has other roots ({shown}). The oldest, {used}, is used; choose another with --trust"
+            print(f"note: {note}", file=sys.stderr, flush=True)
+        if trust.current.version < least:
+            raise AtollError(
+                f"{store.url} shows version {trust.current.version} of the root, and its owner named version {least}: "
+                "the store hides newer ones; ask the owner"
+            )
         trust.check_valid(store.url)
-        check_seen(trust)
         settings = _read_settings(store, trust)
         config = read_shared(settings, f"{store.url}/{CONFIG_FILE}")
         if folder is not None:
             config = _save_copy(folder, settings, config)
-            for data in files.values():
-                _keep_root(folder, trust, data)
+            for root in trust.roots:
+                save_root(folder, objects.root(root.version, root.digest))
         return cls(store, trust, config, access.signer)
+
+    @property
+    def url(self) -> str:
+        """The URL for others: with the fingerprint of the run, and its current version."""
+        return f"{self.store.url}{FRAGMENT}{self.trust.roots[0].fingerprint}@{self.trust.current.version}"
 
     @property
     def policy(self) -> Policy:
@@ -116,11 +143,13 @@ class RemoteRun:
 
     # Signatures
 
-    def sign(self, role: Role, slot: str, digest: str, *, previous: str | None = None) -> Signature | None:
+    def sign(
+        self, role: Role, slot: str, digest: str, *, previous: str | None = None, weights: str | None = None
+    ) -> Signature | None:
         """Return this user's signature; None without a key."""
         if self.signer is None:
             return None
-        return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous))
+        return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous, weights=weights))
 
     def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
         """Return the name of the signer, or raise `Refused`; `listed` as in `RootChain.verify`."""
@@ -130,34 +159,23 @@ class RemoteRun:
             self.refresh()
         return self.trust.verify(signature, role, slot, digest=digest, listed=listed)
 
-    def may_take(self, key: str | None, record: Record, *, keys: Collection[str | None]) -> bool:
-        """Return whether a key may take a lease that is not free: its own, or any as an owner or admitter.
-
-        Others may take one that is being trained, if a network of theirs is finished and they have not held the lease.
-        Anybody may take that of a contribution that was withdrawn.
-        """
-        if (key is not None and key == record.key) or self.may_admit(key):
-            return True
-        if record.state == "held" and record.manifest is None and key not in keys:
-            # Nobody can check how fast somebody is. An admitted network shows at least that they train, and once is
-            # enough for an honest worker and little for one that only wants to stop the others.
-            return any(network.publisher == key for network in self.networks().values())
-        return record.manifest in self.trust.current.withdrawn
-
     def may_admit(self, key: str | None) -> bool:
         """Return whether a key is that of an admitter or owner."""
         return key is not None and self.trust.current.admits(key)
 
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
-        files = read_all(self.store, layout.ROOTS)
-        self.trust = RootChain.of(files, self.trust.roots[0].digest, self.store.url)
+        self.trust = self.trust.extended(stored_objects(self.store, layout.ROOTS))
         check_seen(self.trust)
 
-    def write_signature(self, role: Role, name: str, digest: str, *, previous: str | None = None) -> None:
+    def write_signature(
+        self, role: Role, name: str, digest: str, *, previous: str | None = None, weights: str | None = None
+    ) -> Signature:
         """Sign an artifact. Its manifest is uploaded afterwards, so nobody can occupy the name of the signature."""
-        if signature := self.sign(role, name, digest, previous=previous):
-            self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
+        signature = self.sign(role, name, digest, previous=previous, weights=weights)
+        assert signature is not None
+        self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
+        return signature
 
     def read_signature(self, role: Role, name: str, digest: str, *, listed: bool = False) -> Signature:
         """Return the valid signature over an artifact, or raise `Refused`; `listed` as in `RootChain.verify`."""
@@ -178,10 +196,8 @@ class RemoteRun:
         """Return the manifest of a cluster's shards, as the root lists it."""
         name = layout.shards(cluster)
         manifest = read_manifest(self.store, name, self.trust.current.shards[cluster])
-        if manifest is None:
-            raise Refused(
-                f"{self.store.url} has no {name}; the owner publishes it with: atoll push RUN {self.store.url}"
-            )
+        if others := [file for file in manifest.files if not _SHARD_FILE.fullmatch(file)]:
+            raise Refused(f"{name} lists {others[0]!r}, which is no file of shards")
         return manifest
 
     def snapshot(self, *, check: bool = True) -> Signed[Snapshot] | None:
@@ -189,7 +205,7 @@ class RemoteRun:
 
         Without `check` it may be: after the key of an admitter was withdrawn, its snapshots no longer count.
         """
-        found = self.trust.newest_snapshot(read_all(self.store, layout.SNAPSHOTS))
+        found = self.trust.newest_snapshot(stored_objects(self.store, layout.SNAPSHOTS))
         if check:
             check_seen(self.trust, found.content.order if found else (0, 0))
         return found
@@ -204,14 +220,13 @@ class RemoteRun:
         if not self.config.shared_start.flops_share:
             return None
         network, name = self.networks().get(layout.START), layout.final(layout.START)
-        manifest = read_manifest(self.store, name, network.manifest) if network else None
-        compute = EXPERT.parse(manifest, name).compute if manifest else None
-        if manifest is None or compute is None:
+        compute = EXPERT.parse(read_manifest(self.store, name, network.manifest), name).compute if network else None
+        if network is None or compute is None:
             raise Refused(
                 f"{self.store.url} has no shared start yet, with which the experts of this run begin; its owner trains "
                 "it with atoll train RUN --start, and publishes it with atoll push"
             )
-        return StartSpec(manifest=manifest.digest, compute=compute)
+        return StartSpec(manifest=network.manifest, compute=compute)
 
     def write_snapshot(self, networks: dict[str, Network], *, check: bool = True) -> Signed[Snapshot]:
         """Add networks to the newest snapshot and publish it as the next one. A job that it lists is not replaced.
@@ -229,20 +244,19 @@ class RemoteRun:
             first = found.content.version + 1 if found and found.content.root == root else 1
             version = next(number for number in count(first) if layout.snapshot(root, number) not in taken)
             content = Snapshot(run=self.trust.run, root=root, version=version, networks=listed | networks)
-            signed = Signed(content, (self.signer.sign(content.statement()),))
+            signed = Signed(content, self.signer.sign(content.statement()))
             if self.store.create(layout.snapshot(*content.order), signed.to_json()):
                 check_seen(self.trust, content.order)
                 return signed
             taken.add(layout.snapshot(*content.order))  # in a folder, a link takes a key and is not listed
 
 
-def read_all(store: Store, folder: str) -> dict[str, bytes]:
-    """Return the small objects below a folder, by key, the oldest first; skip those that are too large."""
-    found = {}
-    for entry in sorted(store.entries(folder), key=lambda entry: (entry.modified, entry.key)):
-        if entry.size <= MAX_BYTES and (data := store.read(entry.key, MAX_BYTES)) is not None:
-            found[entry.key] = data
-    return found
+def stored_objects(store: Store, folder: str) -> Objects:
+    """Return the roots or snapshots of a store, the oldest first. Objects that are too large count as absent."""
+    entries = sorted(store.entries(folder), key=lambda entry: (entry.modified, entry.key))
+    return Objects(
+        tuple(entry.key for entry in entries if entry.size <= MAX_BYTES), lambda name: store.read(name, MAX_BYTES)
+    )
 
 
 def is_local(store: Store) -> bool:
@@ -256,7 +270,10 @@ def without_root(store: Store) -> str:
     """Return why a store without a root is refused, and what to do."""
     if store.entry(CONFIG_FILE) is None:
         return f"{store.url} holds no run; upload one with: atoll push RUN {store.url}"
-    return f"{store.url} has no signed root: its upload is not complete; its owner finishes it with: atoll push RUN URL"
+    return (
+        f"{store.url} has a run, but its root is missing: its owner did not finish atoll push, or somebody deleted it; "
+        f"the owner puts it back with: atoll push RUN {store.url}"
+    )
 
 
 def _read_settings(store: Store, trust: RootChain) -> bytes:
@@ -277,16 +294,6 @@ def _save_copy(folder: Path, settings: bytes, config: Config) -> Config:
     if shared_part(local) != shared_part(config):
         raise AtollError(f"{folder / CONFIG_FILE} differs from that of the shared run; use another folder")
     return local
-
-
-def _keep_root(folder: Path, trust: RootChain, data: bytes) -> None:
-    """Write one object to the local copy, if it is a version of the verified root."""
-    try:
-        signed = parse_signed(Root, data, "root")
-    except Refused:
-        return
-    if signed.content in trust.roots:
-        save_root(folder, signed)
 
 
 def default_folder(url: str) -> Path:

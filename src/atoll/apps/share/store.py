@@ -31,9 +31,9 @@ Result = TypeVar("Result")
 # handle longer outages themselves: the next renewal or upload tries again.
 ATTEMPTS = 6
 """Number of times a request is tried, in addition to the retries inside obstore."""
-# Records take one to eight kilobytes: at most 32 MB, and enough for the last 16 records of 250 experts.
-_MAX_KNOWN = 4096
-"""Number of objects that `read_once` keeps."""
+MAX_LISTED = 200_000
+"""Number of objects below one prefix. The shards of one cluster with a billion images have as many; a listing of them
+takes 60 MB."""
 # Stores at memory:// URLs live as long as the process, so that two `Store.open` of one URL share their objects.
 _MEMORY: dict[str, MemoryStore] = {}
 
@@ -54,7 +54,6 @@ class Store:
     url: str
     backend: Any = field(repr=False)
     _clock: float | None = None
-    _known: dict[str, tuple["Entry", bytes]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, url: str | Path) -> "Store":
@@ -112,24 +111,6 @@ class Store:
 
         return self._retry(get)
 
-    def read_once(self, entry: Entry, limit: int) -> bytes | None:
-        """Return a small object of a listing that is never replaced; read it only the first time."""
-        known = self._known.get(entry.key)
-        if known is not None and known[0] == entry:
-            return known[1]
-        data = self.read(entry.key, limit)
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        if data is not None:
-            self._known[entry.key] = (entry, data)
-        return data
-
-    def taken(self, key: str) -> bool:
-        """Return whether a key cannot be created. In a folder, links and folders also take the names of keys."""
-        if isinstance(self.backend, Folder):
-            return self.backend.taken(key)
-        return self.entry(key) is not None
-
     def stream(self, key: str, start: int, end: int, *, chunk: int = 1 << 18) -> Iterator[bytes]:
         """Yield the bytes `start` to `end` of an object as they arrive; the caller resumes a broken connection."""
         response = self.backend.get(key, options={"range": (start, end)})
@@ -151,8 +132,18 @@ class Store:
 
     def entries(self, prefix: str) -> list[Entry]:
         """List the objects below a prefix, sorted by key."""
-        found = self._retry(lambda: [_to_entry(meta) for chunk in self.backend.list(prefix) for meta in chunk])
-        return sorted(found, key=lambda entry: entry.key)
+
+        def listed() -> list[Entry]:
+            found: list[Entry] = []
+            for chunk in self.backend.list(prefix):
+                found += map(_to_entry, chunk)
+                if len(found) > MAX_LISTED:
+                    raise Refused(
+                        f"{self.url}/{prefix} has more than {MAX_LISTED:,} objects; its owner removes others'"
+                    )
+            return found
+
+        return sorted(self._retry(listed), key=lambda entry: entry.key)
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; missing ones are ignored."""
@@ -168,7 +159,7 @@ class Store:
 
     def probe(self) -> None:
         """Create a key twice; raise an error if the second create succeeds, because leases would not be safe."""
-        key = f"probe/{uuid4().hex}"
+        key = f"leases/probe/{uuid4().hex}"
         if not self.create(key, b"first"):
             raise AtollError(f"{self.url}: a new key could not be created; check the store's permissions")
         second = self.create(key, b"second")
@@ -185,7 +176,7 @@ class Store:
         The offset to the monotonic clock of this machine is measured once, with an object that is written for it.
         """
         if self._clock is None:
-            key = f"probe/{uuid4().hex}"
+            key = f"leases/probe/{uuid4().hex}"
             self.write(key, b"")
             entry = self.entry(key)
             assert entry is not None

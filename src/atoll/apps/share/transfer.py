@@ -92,12 +92,12 @@ def upload(store: Store, artifact: Artifact, manifest: Manifest, *, name: str, q
     store.write(uploaded_manifest_key(name, manifest.digest), manifest.to_json())
 
 
-def read_manifest(store: Store, name: str, digest: str) -> Manifest | None:
-    """Return the uploaded manifest with this digest; None if it is missing."""
+def read_manifest(store: Store, name: str, digest: str) -> Manifest:
+    """Return the uploaded manifest with this digest; raise `Refused` if it is missing or another one."""
     key = uploaded_manifest_key(name, digest)
     data = store.read(key, MAX_JSON)
     if data is None:
-        return None
+        raise Refused(f"{store.url} has no manifest of {name}")
     manifest = strict_manifest(data, f"{store.url}/{key}")
     if manifest.digest != digest:
         raise Refused(f"{store.url}/{key} does not match the digest in its name")
@@ -113,13 +113,14 @@ def fetch(store: Store, name: str, manifest: Manifest, *, target: Artifact, quie
     missing = {file: entry for file, entry in manifest.files.items() if not _matches(target.path(file), entry)}
     scratch = target.path(_SCRATCH)
     scratch.mkdir(parents=True, exist_ok=True)
-    parts = {part.key: part for entry in missing.values() for part in parts_of(name, entry)}
-    total = sum(part.size for part in parts.values())
+    # Two files may be equal. Their sizes are looked at before their parts are listed, which may be many.
+    total = sum({entry.sha256: entry.size for entry in missing.values()}.values())
     # All parts, plus the largest file: its parts are deleted only while it is put together.
     free = shutil.disk_usage(target.folder).free
     needed = total + max((entry.size for entry in missing.values()), default=0)
     if needed > free:
         raise AtollError(f"{target.folder}: {needed:,} bytes are needed to download {name}, {free:,} are free")
+    parts = {part.key: part for entry in missing.values() for part in parts_of(name, entry)}
     _run_parallel(
         f"fetch {name}", lambda part: _receive(store, part, scratch), parts.values(), total=total, quiet=quiet
     )

@@ -5,33 +5,33 @@ from pathlib import Path
 
 import yaml
 
-from atoll.apps.share.owners import change_root, draft_of, sign_root
+from atoll.apps.share.owners import change_root
 from atoll.apps.share.remote_run import FRAGMENT, Access, RemoteRun, split_url
 from atoll.apps.share.store import Store
 from atoll.core.errors import AtollError, unknown
 from atoll.verify.local_trust import local_snapshot, local_trust
 from atoll.verify.signing import Signer
-from atoll.verify.trust import Network, Policy, Publisher, Root, missing_signatures
+from atoll.verify.trust import Network, Policy, Publisher, Root, RootChain
 
 Changes = dict[str, object]
 """New values of fields of the root."""
 
 
-def show_root(source: str) -> Root:
-    """Return the newest root of a shared run, given by its local folder or its URL."""
+def show_root(source: str) -> RootChain:
+    """Return the root of a shared run, given by its local folder or its URL."""
     url, fingerprint = split_url(source)
     if "://" not in url and (trust := local_trust(Path(url))):
-        return trust.current
+        return trust
     # The root is only printed: whoever reads it compares the fingerprint.
-    return RemoteRun.open(Store.open(url), None, Access(fingerprint, unsigned=True)).trust.current
+    return RemoteRun.open(Store.open(url), None, Access(fingerprint, unsigned=True)).trust
 
 
-def describe(root: Root) -> str:
+def describe(trust: RootChain) -> str:
     """Return the root as text."""
+    root = trust.current
     lines = [
-        f"fingerprint  {root.digest}   (others open URL{FRAGMENT}{root.digest})",
-        f"version      {root.version}, valid until {root.expires}",
-        f"threshold    {root.threshold} of {len(root.owners)} owners",
+        f"fingerprint  {trust.roots[0].fingerprint}   (never changes; others open URL{FRAGMENT}FINGERPRINT@VERSION)",
+        f"version      {root.version}, valid until {root.expires}, fingerprint {root.fingerprint}",
         *(f"owner        {name}  {key}" for name, key in root.owners.items()),
         *(f"admitter     {name}  {key}" for name, key in root.admitters.items()),
     ]
@@ -47,29 +47,24 @@ def describe(root: Root) -> str:
     return "\n".join(lines)
 
 
-def change(run: Path, action: str, words: Sequence[str], *, experts: tuple[int, ...], signer: Signer) -> str:
-    """Make the next version of the root, or sign it; return what to do next."""
+def change(run: Path, action: str, words: Sequence[str], *, experts: tuple[int, ...], signer: Signer) -> Root:
+    """Make the next version of the root in the folder of its owner."""
     trust = local_trust(run)
     if trust is None:
         raise AtollError(f"{run} is not shared yet; share it with: atoll push {run} URL")
-    draft = draft_of(run, trust)
-    root = draft.content if draft else trust.current
-    if action == "sign":
-        signed = sign_root(run, signer)
-    elif action == "add":
-        signed = change_root(run, signer, **_add(root, words, experts or None))
+    root, changes = trust.current, Changes()  # renew: every new version is valid for a year
+    if action == "add":
+        changes = _add(root, words, experts or None)
+    elif action == "invite":
+        changes = _add(root, ("publisher", *words), experts or None)
     elif action == "withdraw":
         snapshot = local_snapshot(run, trust)
-        signed = change_root(run, signer, **_withdraw(root, words, snapshot.content.networks if snapshot else {}))
+        changes = _withdraw(root, words, snapshot.content.networks if snapshot else {})
     elif action == "rotate":
-        signed = change_root(run, signer, **_rotate(root, words))
-    else:  # renew: every new version is valid for a year
-        signed = change_root(run, signer, **(_set(root, words) if action == "set" else {}))
-    missing = missing_signatures(signed.content, trust.current, signed.signatures)
-    next_step = f"publish it with: atoll push {run} URL"
-    if missing:
-        next_step = f"{missing} more of its owners must sign it: atoll trust {run} sign --key FILE"
-    return f"version {signed.content.version} of the root; {next_step}"
+        changes = _rotate(root, words)
+    elif action == "set":
+        changes = _set(root, words)
+    return change_root(run, signer, **changes)
 
 
 def _add(root: Root, words: Sequence[str], experts: tuple[int, ...] | None) -> Changes:
@@ -82,7 +77,9 @@ def _add(root: Root, words: Sequence[str], experts: tuple[int, ...] | None) -> C
             return {"admitters": {**root.admitters, name: key}}
         case ("owner", name, key):
             return {"owners": {**root.owners, name: key}}
-    raise AtollError("expected: atoll trust RUN add publisher|admitter|owner NAME KEY, or add publisher anyone")
+    raise AtollError(
+        "expected: atoll trust RUN invite NAME KEY, add publisher|admitter|owner NAME KEY, or add publisher anyone"
+    )
 
 
 def _withdraw(root: Root, words: Sequence[str], networks: Mapping[str, Network]) -> Changes:
@@ -124,8 +121,8 @@ def _rotate(root: Root, words: Sequence[str]) -> Changes:
 
 
 def _set(root: Root, words: Sequence[str]) -> Changes:
-    """Set a limit of the policy, the threshold or the last day."""
-    fields = (*Policy.model_fields, "threshold", "expires")
+    """Set a limit of the policy or the last day."""
+    fields = (*Policy.model_fields, "expires")
     if len(words) != 2 or words[0] not in fields:
         raise AtollError(f"expected: atoll trust RUN set FIELD VALUE, with a field of {', '.join(fields)}")
     try:

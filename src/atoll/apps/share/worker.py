@@ -1,27 +1,33 @@
-"""`atoll join`: acquire a free expert of a shared run, download what it needs, train it, publish it, and repeat."""
+"""`atoll join`: acquire a free expert of a shared run, download what it needs, train it, publish it, and repeat.
 
-import os
+Under torchrun, only the main process uses the store. It announces each job to the others, which `follow` it: they
+train with it, from the folder that it has filled, and wait while it measures and uploads.
+"""
+
 import re
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Unpack
 from zlib import crc32
 
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
 from atoll import flow
-from atoll.apps.share.admission import Contribution, check_behavior, check_declaration, check_files, find_base
+from atoll.apps.share.admission import check_network, find_base
 from atoll.apps.share.admit import waits_for_review
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
 from atoll.apps.share.lease_records import LeaseState, LeaseStatus, RecordChanges, list_leases, new_name
 from atoll.apps.share.leases import DURATION, Lease, LeaseLost
+from atoll.apps.share.measured import check_expert
 from atoll.apps.share.pull import pull_start
 from atoll.apps.share.remote_run import Access, RemoteRun, default_folder
-from atoll.apps.share.safetensors_headers import safetensors_header
 from atoll.apps.share.shared_settings import check_choice
 from atoll.apps.share.store import Store
 from atoll.apps.share.transfer import fetch, read_manifest, upload
@@ -30,13 +36,16 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.config import Config
 from atoll.core.device import compute_dtype, device, dtype_name
+from atoll.core.distributed import ALONE, DistContext
 from atoll.core.errors import AtollError, first_line
-from atoll.core.manifests import CHECKPOINT, EXPERT, SHARDS
+from atoll.core.manifests import CHECKPOINT, EXPERT
 from atoll.core.networks import BASE, BaseConfig
 from atoll.experts.cost import parameter_count
-from atoll.train.job import train_job
+from atoll.train.checkpoints import load_weights
+from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, made_from, resolve_job
+from atoll.train.tasks import ExpertTask
 from atoll.verify.trust import Network, Policy
 from atoll.verify.untrusted import Refused, printable
 
@@ -49,6 +58,8 @@ CONTRIBUTOR_KEYS = (
     *("conditioning", "cfg_dropout", "activation_checkpointing", "compile", "save_every", "seed"),
 )
 """Keys of `train` that a contributor may set. They are stored in the lease, so that another worker can resume."""
+LOCAL_KEYS = ("train.parallel",)
+"""Settings that a contributor may set for this machine. Weights do not depend on them, so they are not in the lease."""
 LOCAL_OVERRIDES = {"train.sample_every": "0", "train.trackers": "[]"}
 """Settings of every worker that do not affect the weights: no preview samples and no experiment trackers."""
 
@@ -68,12 +79,16 @@ class Worker:
     publish_every: float = 300.0
     name: str = field(default_factory=new_name)
     stop: threading.Event = field(default_factory=threading.Event)
+    processes: DistContext = ALONE
     _skipped: set[int] = field(default_factory=set)
     """Experts to skip from now on: finished, or failed on this machine."""
     failed: list[str] = field(default_factory=list)
     """Jobs that failed on this machine."""
-    _rate: float = 0.0
-    """Images per second of the last finished expert on this machine."""
+
+    @property
+    def local(self) -> dict[str, str]:
+        """The overrides that only matter on this machine."""
+        return {key: value for key, value in self.overrides.items() if key in LOCAL_KEYS}
 
     @property
     def store(self) -> Store:
@@ -93,11 +108,25 @@ class Worker:
                     with lease:
                         finished += self._train_expert(lease, int(lease.job.split("/")[1]))
                 elif not unfinished or not wait:
-                    print("no expert is free" if unfinished else "every expert is done", flush=True)
+                    print(self._summary(expert), flush=True)
                     break
                 else:
+                    self.processes.on_main(dict)  # the other processes do not wait for days
                     self.stop.wait(min(POLL_SECONDS, self.duration / 3))
+        self.processes.on_main(lambda: None)
         return finished
+
+    def _summary(self, expert: int | None) -> str:
+        """Return what has become of the experts that this worker may train."""
+        done = self.remote.networks()
+        leases = list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases
+        numbers = range(self.config.clusters.count) if expert is None else [expert]
+        left = [job for job in map(layout.expert_job, numbers) if job not in done and self._may_publish(job)]
+        waiting = [job for job in left if job in leases and waits_for_review(leases[job])]
+        others = [job for job in left if job not in waiting and job not in self.failed]
+        states = {"failed here": self.failed, "waiting for admission": waiting, "not free": others}
+        found = [f"{state}: {', '.join(jobs)}" for state, jobs in states.items() if jobs]
+        return "; ".join(found) or "all done"
 
     def _acquire_any(self, expert: int | None) -> tuple[Lease | None, bool]:
         """Return the lease of a free expert, or None, and whether any expert is unfinished."""
@@ -131,12 +160,11 @@ class Worker:
         return self.remote.trust.current.signer_name(self.remote.key, "publish", layout.final(job)) is not None
 
     def _acquire_one(self, number: int, lease_status: LeaseStatus | None) -> Lease | None:
-        """Return the lease of one expert if it is free, or if this worker would finish it much earlier."""
+        """Return the lease of one expert if it is free."""
         job, withdrawn = layout.expert_job(number), False
         if lease_status is not None:
             withdrawn = lease_status.record.manifest in self.remote.trust.current.withdrawn
-            free = not waits_for_review(lease_status) and (lease_status.free or self._is_faster(lease_status))
-            if not withdrawn and not free:
+            if not withdrawn and (waits_for_review(lease_status) or not lease_status.free):
                 return None
         lease = Lease.acquire(
             self.store,
@@ -153,21 +181,11 @@ class Worker:
             lease.renew(manifest=None, checkpoint=None, images=0, published=0)
         return lease
 
-    def _is_faster(self, lease_status: LeaseStatus) -> bool:
-        """Return whether this worker, from the last checkpoint, needs at most half of the time of the holder."""
-        record, rate = lease_status.record, lease_status.rate
-        if record.state != "held" or record.manifest is not None or not self._rate or not rate:
-            return False
-        # This worker starts from the last published checkpoint, so it repeats what the holder has trained since.
-        mine = (record.total - record.published) / self._rate
-        if not 0 < 2 * mine <= (record.total - record.images) / rate:
-            return False
-        return self.remote.may_take(self.remote.key, record, keys=lease_status.keys)
-
     def _overrides_for(self, expert: int) -> dict[str, str]:
         """Return the contributor's settings as dotted overrides for this expert."""
         chosen = {f"experts.{expert}": self.objective, f"networks.{expert}": self.network}
-        overrides = {key: value for key, value in chosen.items() if value is not None} | self.overrides
+        chosen |= {key: value for key, value in self.overrides.items() if key not in LOCAL_KEYS}
+        overrides = {key: value for key, value in chosen.items() if value is not None}
         if overrides.get("train.precision", self.config.train.precision) == "auto":
             # Resolved here, so that another worker resumes in the same precision on another kind of device.
             overrides["train.precision"] = dtype_name(compute_dtype(device()))
@@ -187,7 +205,9 @@ class Worker:
                 resumed=resumed,
             )
             send = True
+            announced = {"folder": str(self.folder), "expert": expert, "overrides": lease.record.overrides}
             try:
+                self.processes.on_main(lambda: {**announced, "local": self.local})
                 manifest = train_job(spec, publisher)
             except KeyboardInterrupt:
                 send = False
@@ -195,7 +215,6 @@ class Worker:
             finally:
                 publisher.close(send)
             self._publish_expert(lease, spec, manifest, previous=publisher.previous)
-            self._rate = lease.record.rate or self._rate
             self._skipped.add(expert)
             return True
         except Requeue:
@@ -212,6 +231,8 @@ class Worker:
             self.failed.append(lease.job)
             print(f"{lease.job} failed: {error}", flush=True)
             self._end_lease(lease, "failed", why=public_reason(error), failures=lease.record.failures + 1)
+            if self.processes.size > 1:  # the others may be anywhere in the job
+                raise
         return False
 
     def _end_lease(self, lease: Lease, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
@@ -243,7 +264,7 @@ class Worker:
         return spec, set()
 
     def _resolve(self, expert: int, overrides: dict[str, str]) -> TrainSpec:
-        config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **overrides})
+        config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **self.local, **overrides})
         check_choice(config, self.config)
         spec = resolve_job(self.folder, config, "expert", expert=expert)
         check_allowed(spec, self.remote.policy)
@@ -253,32 +274,26 @@ class Worker:
         """Download the checkpoint of another worker and return its keys; refuse one that fails any check."""
         name, _, digest = pointer.partition("@")
         manifest = read_manifest(self.store, name, digest)
-        if manifest is None:
-            raise Refused("it no longer exists")
         check_checkpoint(manifest, spec)
         self.remote.read_signature("checkpoint", name, digest)
         remove_incompatible(spec)
         images = CHECKPOINT.parse(manifest, spec.job).images
         target = Artifact(self.folder, layout.checkpoint(spec.job, images))
         fetch(self.store, name, manifest, target=target)
-        for file in manifest.files:
-            if file.endswith(".safetensors"):
-                safetensors_header(target.path(file))
+        try:
+            check_progress(target, spec)
+        except AtollError:
+            shutil.rmtree(target.folder)
+            raise
         print(f"{spec.job}: resuming from {images:,} images", flush=True)
         return checkpoint_keys(name, manifest)
 
     def _publish_expert(self, lease: Lease, spec: TrainSpec, manifest: Manifest, *, previous: str | None) -> None:
         """Check the result like any contribution, upload it, and propose it; an admitter adds it to the snapshot."""
-        cluster = spec.clusters[0]
-        data = Artifact(self.folder, layout.shards(cluster))
-        start = self.remote.shared_start()
-        contribution = Contribution(lease.job, manifest, (data.open(SHARDS),), self.remote.policy, start)
-        check_declaration(contribution)
-        weights = check_files(contribution, spec.result)
-        check_behavior(contribution, spec.result, [data])
+        checked = check_network(self.remote, lease.job, manifest, self.folder, measure=True)
         lease.check()
-        name, digest = spec.result.name, manifest.digest
-        self.remote.write_signature("publish", name, digest, previous=previous)
+        name, digest, weights = spec.result.name, manifest.digest, checked.weights
+        signature = self.remote.write_signature("publish", name, digest, previous=previous, weights=weights)
         upload(self.store, spec.result, manifest, name=name)
         # Checkpoints of all attempts at this job are useless once it is finished. They are listed while the lease is
         # held: checkpoints that appear after it has ended belong to another worker and stay.
@@ -286,12 +301,27 @@ class Worker:
         old = [entry.key for entry in listed if is_checkpoint_key(entry.key, spec.job)]
         admits = self.remote.trust.current.admits(self.remote.key)
         if admits:
-            network = Network(manifest=digest, weights=weights, publisher=self.remote.key)
+            network = Network(manifest=digest, signature=signature, error=checked.error)
             self.remote.write_snapshot({lease.job: network})
         state: LeaseState = "done" if admits else "proposed"
         lease.end(state, manifest=digest, images=spec.settings.total_images, checkpoint=None, published=0)
         self.store.delete(old)
         print(f"{spec.job}: {'published' if admits else 'waits for admission'}", flush=True)
+
+
+def follow(processes: DistContext) -> None:
+    """Train each job that the main process announces, until it announces the end."""
+
+    def listen() -> dict[str, Any] | None:
+        return None
+
+    with _stop_on_signals(threading.Event()):
+        while (job := processes.on_main(listen)) is not None:
+            if job:
+                run, overrides = Path(job["folder"]), {**LOCAL_OVERRIDES, **job["local"], **job["overrides"]}
+                spec = resolve_job(run, configuration.load(run, overrides), "expert", expert=job["expert"])
+                with suppress(Requeue):
+                    train_job(spec)
 
 
 def public_reason(error: BaseException) -> str:
@@ -307,9 +337,8 @@ def check_overrides(overrides: dict[str, str]) -> None:
         section, _, name = key.partition(".")
         if section == "networks" and "base" in f"{name}{value}":
             raise AtollError(f"--{key} names a base model, and leases are public; set it in atoll.yaml of your folder")
-        if section not in ("experts", "networks") and not (
-            section == "train" and name.split(".")[0] in CONTRIBUTOR_KEYS
-        ):
+        allowed = section == "train" and name.split(".")[0] in CONTRIBUTOR_KEYS
+        if section not in ("experts", "networks") and not allowed and key not in LOCAL_KEYS:
             raise AtollError(
                 f"--{key} cannot be set by contributors; possible: experts, networks, {', '.join(CONTRIBUTOR_KEYS)}"
             )
@@ -347,6 +376,21 @@ def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
         raise Refused(f"it is larger than the {room:,} bytes that the training state of this network takes")
 
 
+def check_progress(checkpoint: Artifact, spec: TrainSpec) -> None:
+    """Measure the weights of another worker's checkpoint as admission does, before this worker trains and signs them.
+
+    The weights of its EMAs are measured when the expert is finished: one of them is the result.
+    """
+    task = build_task(spec)
+    assert isinstance(task, ExpertTask)
+    try:
+        load_weights(checkpoint, task.network)
+    except (CheckpointException, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise Refused(f"its weights cannot be read: {first_line(error)}") from error
+    task.network.to(device()).eval()
+    check_expert(task.expert(), task.shards, finished=False)
+
+
 def remove_incompatible(spec: TrainSpec) -> None:
     """Delete local checkpoints and results of an earlier attempt with other settings."""
     inputs = made_from(spec)
@@ -382,8 +426,6 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
 
 def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -> Worker:
     """Open a worker for the run at a URL, with its local copy in `folder`."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise AtollError("atoll join supports one process; to train one expert on several GPUs, use atoll launch")
     store = Store.open(url)
     folder = folder or default_folder(url)
     remote = RemoteRun.open(store, folder, access)
@@ -399,6 +441,6 @@ def open_worker(url: str, folder: Path | None, access: Access, **options: Any) -
     if not any(worker._may_publish(layout.expert_job(expert)) for expert in experts):
         raise AtollError(
             f"{url}: the root of the run does not list your key ({remote.key or 'none'}); the owner adds it with: "
-            f"atoll trust RUN add publisher NAME {remote.key or 'KEY'}, then atoll push"
+            f"atoll trust RUN invite NAME {remote.key or 'KEY'}"
         )
     return worker

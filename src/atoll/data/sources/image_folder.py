@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, first_line
 from atoll.data.foreign_files import MAX_CAPTION_BYTES, MAX_TABLE_BYTES, link_outside, read_below
 from atoll.data.images import SUFFIXES, BadImage
 from atoll.data.sources.fields import CAPTIONS, MetadataRow, as_text, key_of, make_image, text_file_captions
@@ -67,10 +68,14 @@ class FolderSource:
         """Yield every image, by folder and name; then, as unreadable, those that only the metadata lists."""
         # By path below the root: the metadata file that lists an image, and its row.
         rows: dict[str, tuple[str, MetadataRow]] = {}
+        bad: dict[str, str] = {}
         for folder, files in folders(self.root):
             for table in (file for file in files if file.name in METADATA):
                 listed = table.relative_to(self.root).as_posix()
-                for name, row in _read_metadata(table):
+                for number, name, row in _read_metadata(table):
+                    if name is None or isinstance(row, str):
+                        bad[f"{listed}:{number}"] = f"row {number} of {listed}: {row}"
+                        continue
                     rows[os.path.normpath(folder.relative_to(self.root) / name).replace(os.sep, "/")] = (listed, row)
         ignored: Counter[str] = Counter()
         for _, files in folders(self.root):
@@ -94,6 +99,8 @@ class FolderSource:
         for path, (listed, _) in rows.items():
             # With its suffix, because an existing a.jpg may have the id "a".
             yield unreadable_image(path, f"listed in {listed}, but there is no such file")
+        for id, reason in bad.items():
+            yield unreadable_image(id, reason)
         self.ignored = ignored
 
     def _image(self, id: str, file: Path, row: MetadataRow, *, caption_file: Path | None) -> SourceImage:
@@ -161,26 +168,32 @@ def _is_image(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES
 
 
-def _read_metadata(file: Path) -> Iterator[tuple[str, MetadataRow]]:
-    """Yield name and row of every image in a metadata file."""
+def _read_metadata(file: Path) -> Iterator[tuple[int, str, MetadataRow] | tuple[int, None, str]]:
+    """Yield number, name and row of every image in a metadata file; instead of a bad row, None and the reason.
+
+    If no row is good, the file is not what it seems, and all captions would be missing: an error.
+    """
+    good, first_reason = 0, ""
     # Bytes that are not UTF-8 become surrogates, so that only their row is rejected, not the whole file.
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        rows: Iterator[Any] = csv.DictReader(lines) if file.suffix == ".csv" else _json_lines(file, lines)
-        try:
-            for number, row in enumerate(rows, start=1):
+        stripped = (line for line in lines if line.strip())
+        rows: Iterator[Any] = csv.DictReader(lines) if file.suffix == ".csv" else stripped
+        for number in count(1):
+            try:
+                row = next(rows, None)
+                if row is None:
+                    break
+                row = json.loads(row) if isinstance(row, str) else row
                 name = row.pop("file_name", None) if isinstance(row, dict) else None
                 if not isinstance(name, str) or not name:
                     found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-                    raise AtollError(f"{file}, row {number}: expected a file_name, got {found[:80] or 'nothing'}")
-                yield name, row
-        except csv.Error as error:
-            raise AtollError(f"{file}: not CSV: {error}") from error
-
-
-def _json_lines(file: Path, lines: Iterator[str]) -> Iterator[Any]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise AtollError(f"{file}, line {number}: not JSON: {error}") from error
+                    raise ValueError(f"expected a file_name, got {found[:80] or 'nothing'}")
+            except (ValueError, RecursionError, csv.Error) as error:
+                reason = first_line(error)[:200]
+                first_reason = first_reason or f"row {number}: {reason}"
+                yield number, None, reason
+            else:
+                good += 1
+                yield number, name, row
+    if first_reason and not good:
+        raise AtollError(f"{file}, {first_reason}")

@@ -1,0 +1,56 @@
+"""`atoll join` under torchrun: two processes over gloo train an expert, and only the main one uses the store."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.apps.share.admit import admit
+from atoll.apps.share.pull import pull
+from atoll.apps.share.store import Store
+from share.servers import access
+from share.shared import key_file, publishers, remote, share
+from train.conftest import Copy
+from train.workers import weights
+from waiting import HOUR
+
+JOB = "experts/001"
+
+
+@pytest.mark.parametrize(("where", "parallel"), [("file", "ddp"), ("s3", "fsdp2")])
+def test_an_expert_of_a_shared_run_on_two_processes(
+    where: str, parallel: str, request: pytest.FixtureRequest, new_run: Copy, reference: Path, tmp_path: Path
+) -> None:
+    """Its weights are those of one process up to rounding, and it is admitted."""
+    url = str(tmp_path / "store") if where == "file" else request.getfixturevalue("bucket")
+    store = Store.open(url)
+    fingerprint = share(new_run(), store, publishers=publishers("ann"))
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ATOLL_KEY": str(key_file("ann", tmp_path))}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "atoll.cli",
+    ]
+    options = ["--expert", "1", "--folder", str(tmp_path / "ann"), "--publish-every", "0", "--train.parallel", parallel]
+    join = [*command, "join", f"{url}#sha256={fingerprint}", *options]
+    environment = {**os.environ, **access(), **settings}
+    done = subprocess.run(join, env=environment, capture_output=True, text=True, timeout=HOUR, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"waiting for admission: {JOB}" in done.stdout
+    assert done.stdout.count("lease acquired") == 1
+    records = b"".join(store.read(entry.key) or b"" for entry in store.entries("leases"))
+    assert b"parallel" not in records, "others may continue with any number of processes"
+    assert admit(remote(store, by="owner"), tmp_path / "owner") == {JOB: "admitted"}
+    assert pull(remote(store, tmp_path / "model"), tmp_path / "model")[JOB] == "fetched"
+    one, two = weights(reference / JOB / "final"), weights(tmp_path / "model" / JOB / "final")
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-3, rtol=1e-3)
