@@ -33,7 +33,7 @@ class Train:
     match_flops: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
     """Train for as many FLOPs as all experts of this run and their shared start, instead of train.total_images."""
     dry_run: bool = False
-    """Print the estimated memory, FLOPs and GPU-days of the job, or of all jobs, and exit; needs no data."""
+    """Print the estimated memory, FLOPs and GPU time of the job, or of all jobs, and exit; needs no data."""
     gpus: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as under torchrun, or 1)")] = None
     """With --dry-run, number of GPUs that train one job."""
     json: bool = False

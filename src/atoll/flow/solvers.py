@@ -164,9 +164,8 @@ def _run(
     """Run a scheduler without checking it."""
     scheduler = copy(scheduler)  # `set_timesteps` must not change the scheduler of the caller
     if _only_shifted(scheduler) and not scheduler_times:
-        scheduler.sigma_min = (
-            1 / steps
-        )  # the constructor has shifted its sigma_min, and set_timesteps would shift it again
+        # The constructor has shifted its sigma_min, and set_timesteps would shift it again.
+        scheduler.sigma_min = 1 / steps
     scheduler.set_timesteps(steps, device="cpu")  # as scalars of the host, timesteps need no copy to the device
     if hasattr(scheduler, "set_begin_index"):
         # Without it, the index is searched by the first timestep, which is ambiguous if two integers are equal.

@@ -29,6 +29,7 @@ differ in difficulty. A loss cannot find everything: see "What is not protected"
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -263,20 +264,22 @@ def _measure(
     fields: Mapping[str, _VelocityField], images: Shards, *, seed: int, device: torch.device, solver: bool = True
 ) -> dict[str, _Errors]:
     """Return the errors of velocity fields on equal rows: in the bins and, with `solver`, at times of a solver."""
-    # For each field and band: number of rows, and sums of the error of the image, the error of the velocity, and of
-    # t v: its overlap with t times the target, and its energy. (The velocity of an x0 network grows as 1/t.)
+    # For each field and band: sums of the error of the image, the error of the velocity, and of t v: its overlap with
+    # t times the target, and its energy. (The velocity of an x0 network grows as 1/t.)
     sums: dict[str, dict[_Band, Tensor]] = {name: {} for name in fields}
+    rows: Counter[_Band] = Counter()
     shared = {name: _Shared() for name in fields}
     for band, batch, noised in _noised_images(images, seed, device, solver=solver):
         t, weight, target = noised.t.double(), time_weight(noised.t.double()), noised.target.double()
+        rows[band] += len(t)
         for name, field in fields.items():
             residual = (v := field(noised.input, noised.t, batch).double()) - target
             square, overlap, energy = (part.flatten(1).mean(1) for part in (residual**2, v * target, v * v))
-            parts = torch.stack([torch.ones_like(t), t**2 * square, weight * square, t**2 * overlap, t**2 * energy])
+            parts = torch.stack([t**2 * square, weight * square, t**2 * overlap, t**2 * energy])
             sums[name][band] = sums[name].get(band, 0) + parts.sum(1).cpu()
             if band.width:
                 shared[name].add((t / SHARED_TIME).clamp(max=1).view(-1, 1, 1, 1) * residual, batch.index)
-    return {name: _summary(found, *shared[name].sizes()) for name, found in sums.items()}
+    return {name: _summary(found, rows, *shared[name].sizes()) for name, found in sums.items()}
 
 
 class _Shared:
@@ -304,13 +307,14 @@ class _Shared:
         return max(tints), max(patterns)
 
 
-def _summary(sums: Mapping[_Band, Tensor], tint: float, pattern: float) -> _Errors:
-    rows, image, error, _, _ = torch.stack([total for band, total in sums.items() if band.width]).sum(0).tolist()
+def _summary(sums: Mapping[_Band, Tensor], rows: Mapping[_Band, int], tint: float, pattern: float) -> _Errors:
+    bins = [band for band in sums if band.width]
+    image, error, _, _ = (torch.stack([sums[band] for band in bins]).sum(0) / sum(rows[band] for band in bins)).tolist()
     *_, overlap, energy = torch.stack(list(sums.values())).sum(0).tolist()
     return _Errors(
-        mean=error / rows,
-        image=image / rows,
-        bands={band: (total[1] / total[0]).item() for band, total in sums.items()},
+        mean=error,
+        image=image,
+        bands={band: total[0].item() / rows[band] for band, total in sums.items()},
         scale=overlap / energy if energy else math.inf,
         tint=tint,
         pattern=pattern,
