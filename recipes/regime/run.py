@@ -322,12 +322,14 @@ class Queue:
                 link(source / f"{expert:03d}", self.root / f"seed{seed}/heterogeneous/experts/{expert:03d}")
         return arm
 
-    def whole(self, arm: Arm, routings: str = "top-1 top-2 nearest oracle") -> Iterator[Step]:
-        """Yield the training of an arm and its evaluation at the end."""
+    def whole(self, arm: Arm, routing: str = "top-1") -> Iterator[Step]:
+        """Yield the training of an arm and its evaluations at the end; other routings with fewer images, on seed 0."""
         name = f"{arm.label}-{arm.seed}"
         yield Step(f"train-{name}", 1.6 * arm.steps / STEPS, lambda: self.train(arm))
-        hours = 0.35 if arm.dense_batch else 0.35 * len(routings.split())
-        yield Step(f"evaluate-{name}", hours, lambda: self.evaluate(arm, routings, 5000))
+        yield Step(f"evaluate-{name}", 0.35, lambda: self.evaluate(arm, routing, 5000))
+        if not arm.dense_batch and arm.seed == 0 and routing == "top-1":
+            others = "top-2 nearest oracle"
+            yield Step(f"evaluate-{name}-routings", 0.45, lambda: self.evaluate(arm, others, 2048))
 
     def curve(self, arm: Arm) -> Iterator[Step]:
         """Yield the evaluations of an arm at its snapshots and at its end, with equally many images."""
