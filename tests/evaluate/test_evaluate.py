@@ -72,7 +72,7 @@ def test_every_model_and_routing_has_metrics_with_their_protocol(result: dict[st
             0,
         )
         assert protocol.get("routing") == model["routing"]
-        assert protocol["reference"] == {"split": "train", "num_images": 24, "resolution": 32}
+        assert protocol["reference"] == {"source": "train", "num_images": 24, "resolution": 32}
         assert len(protocol["weights_sha256"]) == len(protocol["reference_fingerprint"]) == 64
         assert found["frechet"] > found["real_baseline"]["frechet"] > 0
         assert found["real_baseline"]["num_images"] == 12
@@ -175,6 +175,50 @@ def test_metrics_can_be_computed_again_from_the_stored_images(trained: Path, res
     assert pixels.shape == (12, 32, 32, 3)
     assert pixels.dtype == np.uint8
     assert (images.artifact.folder / "sheet.png").is_file()
+
+
+def test_statistics_of_others_are_a_reference(trained: Path, tmp_path: Path) -> None:
+    config = configuration.load(trained)
+
+    def measured(reference: str) -> dict[str, Any]:
+        arguments = [
+            "--num-images",
+            "6",
+            "--num-real",
+            "8",
+            "--steps",
+            "3",
+            "--models",
+            "experts",
+            "--routings",
+            "top-1",
+        ]
+        arguments += ["--without", "diversity", "diagnostics", "trajectories", "--allow-small"]
+        assert cli.main(["evaluate", str(trained), *arguments, "--reference", reference]) == 0
+        found = json.loads((trained / "evaluation" / "latest.json").read_text())
+        metrics: dict[str, Any] = found["models"][0]["metrics"]["inception"]
+        return metrics
+
+    # The same eight images as a split of the run, and as a file in ADM's layout with moments from numpy.
+    split = measured("train")
+    real = reference_features(trained, config, "train", num_real=8, vision="inception")
+    features = real.features().double().numpy()
+    moments = {"mu": features.mean(0), "sigma": np.cov(features, rowvar=False)}
+    images = np.concatenate([np.stack(batch) for _, batch in real.batches([0])])
+    np.savez(tmp_path / "adm.npz", arr_0=images, mu_s=np.zeros(2023), **moments)
+    np.savez(tmp_path / "moments.npz", **moments)
+    whole, alone = measured(str(tmp_path / "adm.npz")), measured(str(tmp_path / "moments.npz"))
+    assert whole["frechet"] == pytest.approx(split["frechet"], rel=1e-5)
+    assert alone["frechet"] == whole["frechet"]
+    assert whole["kid"]["value"] == pytest.approx(split["kid"]["value"], rel=1e-5)
+    assert whole["protocol"]["reference"]["num_images"] == 8
+    assert not {"kid", "precision_recall", "real_baseline"} & alone.keys()
+    # Others are refused before anything is generated.
+    np.savez(tmp_path / "other.npz", mu=np.zeros(64), sigma=np.zeros((64, 64)))
+    for name, reason in (("other.npz", "expected mu"), ("missing.npz", "not an .npz file")):
+        options = EvaluationOptions(reference=str(tmp_path / name), allow_small=True)
+        with pytest.raises(AtollError, match=reason):
+            evaluate(trained, config, options)
 
 
 def test_an_interrupted_set_resumes_and_has_the_same_images(

@@ -34,6 +34,13 @@ class Gaussian:
         root = torch.linalg.qr(centered, mode="r").R if len(centered) > centered.shape[1] else centered
         return cls(mean, root)
 
+    @classmethod
+    def from_covariance(cls, mean: Tensor, covariance: Tensor) -> "Gaussian":
+        """Return the Gaussian of a mean (D,) and a covariance (D, D)."""
+        # Rounding can make the smallest eigenvalues of a stored covariance negative.
+        values, vectors = torch.linalg.eigh(covariance.double())
+        return cls(mean.double(), values.clamp(min=0).sqrt()[:, None] * vectors.T)
+
 
 def frechet(a: Gaussian, b: Gaussian) -> float:
     """Return |mean_a - mean_b|² + tr(A) + tr(B) - 2 tr (A B)^½.

@@ -104,7 +104,7 @@ class Evaluation:
             real = Reference.of(self.run, self.config, options.reference, num_real=options.num_real, vision=name)
             if not options.allow_small:
                 metrics.check_enough(
-                    options.num_images, real.about.num_images, extractor=name, dimensions=real.dimensions()
+                    options.num_images, real.about.num_images or None, extractor=name, dimensions=real.dimensions()
                 )
         if options.does("diversity"):
             open_perceptual(opened(options.extractors[0]), options.lpips)

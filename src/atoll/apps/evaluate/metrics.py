@@ -21,14 +21,19 @@ from atoll.encoders.pretrained import Pixels
 MIN_KID, MIN_PRECISION_RECALL = 100, 500
 
 
-def check_enough(num_images: int, num_real: int, *, extractor: str, dimensions: int) -> None:
-    """Raise an error if there are too few images for the metrics to be comparable with published ones."""
+def check_enough(num_images: int, num_real: int | None, *, extractor: str, dimensions: int) -> None:
+    """Raise an error if there are too few images for the metrics to be comparable with published ones.
+
+    `num_real` is None if only the statistics of the real images are known.
+    """
     # A covariance of N images has rank N - 1: with fewer than D + 1 it is singular, and bias dominates.
     least = {"the Frechet distance": dimensions + 1, "KID": MIN_KID, "precision and recall": MIN_PRECISION_RECALL}
-    lacking = [f"{name} needs {count:,}" for name, count in least.items() if min(num_images, num_real) < count]
+    found = num_images if num_real is None else min(num_images, num_real)
+    lacking = [f"{name} needs {count:,}" for name, count in least.items() if found < count]
     if lacking:
+        real = "" if num_real is None else f" and {num_real:,} real"
         raise AtollError(
-            f"{num_images:,} generated and {num_real:,} real images are too few for {extractor} features ({dimensions} "
+            f"{num_images:,} generated{real} images are too few for {extractor} features ({dimensions} "
             f"dimensions): {', '.join(lacking)} on both sides. Raise --num-images, use --reference train, choose "
             "--extractors with fewer dimensions, or accept biased metrics with --allow-small"
         )
@@ -40,18 +45,23 @@ def against_reference(run: Path, images: GeneratedSet, reference: Reference, *, 
     made_from = {"generated": generated.digest(), "reference": reference.digest()}
 
     def compute() -> Metrics:
-        # Precision and recall need as many real images as generated ones: a random part, always the same.
-        count = min(len(generated), len(reference))
-        rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
-        return Metrics(
+        measured = Metrics(
             frechet=frechet(generated.gaussian(), reference.gaussian()),
-            kid=kernel_distance(generated.features(), reference.features()),
-            precision_recall=precision_recall(reference.features()[rows], generated.features()[:count]),
-            real_baseline=real_baseline(reference, len(generated)),
             protocol=images.protocol(
                 **reference.content().protocol, reference=reference.about, reference_fingerprint=reference.digest()
             ),
         )
+        if not len(reference):
+            return measured
+        # Precision and recall need as many real images as generated ones: a random part, always the same.
+        count = min(len(generated), len(reference))
+        rows = torch.randperm(len(reference), generator=torch.Generator().manual_seed(0))[:count]
+        compared = {
+            "kid": kernel_distance(generated.features(), reference.features()),
+            "precision_recall": precision_recall(reference.features()[rows], generated.features()[:count]),
+            "real_baseline": real_baseline(reference, len(generated)),
+        }
+        return measured.model_copy(update=compared)
 
     return cached(run, "metrics", label, made_from=made_from, result=Metrics, compute=compute)
 

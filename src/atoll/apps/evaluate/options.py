@@ -28,8 +28,8 @@ class EvaluationOptions:
     settings: Annotated[SamplingOptions, OmitArgPrefixes] = field(default_factory=SamplingOptions)
     extractors: tuple[str, ...] = ("inception",)
     """Feature networks: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a hub name."""
-    reference: Split = "train"
-    """Split of the real images to compare with."""
+    reference: Annotated[str, arg(metavar="{train,validation,FILE.npz}")] = "train"
+    """Split of the real images to compare with, or statistics of others: an .npz file with mu and sigma."""
     num_real: int = 10_000
     """Maximum number of real images."""
     prompts: Split = "validation"
@@ -58,6 +58,8 @@ class EvaluationOptions:
         for part in self.without:
             if part not in parts:
                 raise AtollError(unknown("part of the evaluation", part, parts))
+        if self.reference not in get_args(Split) and not self.reference.endswith(".npz"):
+            raise AtollError(unknown("reference", self.reference, (*get_args(Split), "FILE.npz")))
         # A covariance needs two images; the real-vs-real baseline needs two such sets; a distance needs two images.
         if self.num_images < 2 or self.num_real < 4 or min(self.diversity) < 1 or self.diversity[1] < 2:
             raise AtollError(

@@ -39,8 +39,10 @@ def plain(result: object) -> object:
 class ReferenceSpec(Content):
     """The real images that generated ones are compared with."""
 
-    split: Split
+    source: str
+    """A split of the run (train or validation), or an .npz file."""
     num_images: int
+    """0 if the file has only their mean and covariance."""
     resolution: int
 
 
@@ -114,9 +116,10 @@ class Metrics(Content):
 
     frechet: float
     """Biased upward for finite sets: compare it with `real_baseline.frechet`."""
-    kid: KernelDistance
-    precision_recall: Coverage
-    real_baseline: Baseline
+    kid: KernelDistance | None = None
+    """None, like the next two, if the reference is a file of statistics without images."""
+    precision_recall: Coverage | None = None
+    real_baseline: Baseline | None = None
     protocol: Protocol
 
 

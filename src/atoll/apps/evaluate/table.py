@@ -62,20 +62,17 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
         frechet = "FID" if extractor.startswith("inception") else "Frechet distance"
         for model in result.models:
             metrics = model.metrics[extractor]
-            near = metrics.precision_recall
-            quality = {
-                frechet: number(metrics.frechet, "{:.2f}"),
-                "KID × 1000": number(metrics.kid.value, kid, metrics.kid.standard_error),
-                "precision": number(near.precision),
-                "recall": number(near.recall),
-                "density": number(near.density),
-                "coverage": number(near.coverage),
-            }
+            quality = {frechet: number(metrics.frechet, "{:.2f}")}
+            if metrics.kid:
+                quality["KID × 1000"] = number(metrics.kid.value, kid, metrics.kid.standard_error)
+            if near := metrics.precision_recall:
+                names = ("precision", "recall", "density", "coverage")
+                quality |= {name: number(getattr(near, name)) for name in names}
             rows.append((model, quality))
         # The baseline depends on the real images and the number of generated ones, so any model's serves.
-        real = metrics.real_baseline
-        baseline = number(real.kid.value, kid, real.kid.standard_error)
-        rows.append((real, {frechet: number(real.frechet, "{:.2f}"), "KID × 1000": baseline}))
+        if real := metrics.real_baseline:
+            baseline = number(real.kid.value, kid, real.kid.standard_error)
+            rows.append((real, {frechet: number(real.frechet, "{:.2f}"), "KID × 1000": baseline}))
         found.append(_table(f"Generated vs real images, {extractor} features", rows))
     sampling: ModelRows = []
     trained: ModelRows = []
