@@ -30,7 +30,7 @@ from atoll.core.networks import BASE, LOCAL, BaseConfig, TraceSpec
 from atoll.core.sizes import Size
 from atoll.encoders.hub import public_name
 from atoll.encoders.pretrained import Pixels, deterministic_inference, encode_images, fingerprint, model_folder
-from atoll.encoders.trace import PROMPTS, Process, Recorder, Refused, Unpacking, trace, unpacking
+from atoll.encoders.trace import PROMPTS, Process, Recorder, Unpacking, UntraceableError, trace, unpacking
 from atoll.nets.arguments import Arguments
 from atoll.nets.base import FOLDERS, pooled
 
@@ -64,7 +64,7 @@ class BaseName:
             raise AtollError(f"{folder} has no model_index.json; expected the folder of a diffusers pipeline")
         index = json.loads(file.read_text(encoding="utf-8"))
         if wrong := [key for key in index if not key.isidentifier()]:  # folders of components
-            raise Refused(f"{file} lists a component {wrong[0]!r}; expected a name of letters, digits and _")
+            raise UntraceableError(f"{file} lists a component {wrong[0]!r}; expected a name of letters, digits and _")
         components = {key: tuple(own) for key, own in index.items() if isinstance(own, list) and own[0] is not None}
         return cls(model, json.loads(options) if options else {}, folder, components)
 
@@ -73,7 +73,9 @@ class BaseName:
         """The component that is the denoising network."""
         found = [name for name in self.components if name.startswith(SLOTS)]
         if len(found) != 1:
-            raise Refused(f"{self.model} has {len(found)} denoising networks ({', '.join(found)}); expected one")
+            raise UntraceableError(
+                f"{self.model} has {len(found)} denoising networks ({', '.join(found)}); expected one"
+            )
         return found[0]
 
     def weights(self, *components: str) -> str:
@@ -100,7 +102,7 @@ class BasePipeline:
         folder, slot = self.name.folder, self.name.slot
         library, kind = self.name.components[slot]
         if library != "diffusers" or not hasattr(diffusers, kind):
-            raise Refused(f"the {slot} is a {library}.{kind}, which diffusers does not have")
+            raise UntraceableError(f"the {slot} is a {library}.{kind}, which diffusers does not have")
         network_class = getattr(diffusers, kind)
         self.network_config = network_class.load_config(folder / slot)
         with torch.device("meta"):
@@ -110,7 +112,7 @@ class BasePipeline:
         try:
             self.pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **options, trust_remote_code=False)
         except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise Refused(f"diffusers cannot open {self.name.model}: {first_line(error)}") from error
+            raise UntraceableError(f"diffusers cannot open {self.name.model}: {first_line(error)}") from error
         setattr(self.pipe, slot, None)
         self.pipe.set_progress_bar_config(disable=True)
         if self.device.type != "cpu":
@@ -229,7 +231,7 @@ class BasePipeline:
         """Return the map from states to the autoencoder's latents, for images of a size in pixels."""
         found = self._probe(size)
         if (made := self._made(found)) != size:
-            raise Refused(
+            raise UntraceableError(
                 f"asked for an image of {size} pixels, the pipeline makes one of {made}; set data.resolution to "
                 f"{self._side}, or choose sizes that it keeps"
             )
@@ -330,7 +332,7 @@ def _refusing(where: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise Refused(f"the pipeline fails {where}: {first_line(error) or type(error).__name__}") from error
+        raise UntraceableError(f"the pipeline fails {where}: {first_line(error) or type(error).__name__}") from error
 
 
 def register_base(name: str) -> str:

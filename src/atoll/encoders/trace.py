@@ -67,7 +67,7 @@ SCALES = re.compile(r"(true_)?(guidance|cfg)_scale")
 argument of the network, has the same name in some pipelines, so the default is tried first."""
 
 
-class Refused(AtollError):  # noqa: N818 - a verdict, as in apps/share
+class UntraceableError(AtollError):
     """A pipeline cannot be traced; the message names the argument."""
 
 
@@ -99,7 +99,7 @@ class Process(NamedTuple):
 
     @classmethod
     def of(cls, scheduler: Any) -> "Process":
-        """Read the configuration of a pipeline's scheduler; raise `Refused` for what is unknown."""
+        """Read the configuration of a pipeline's scheduler; raise `UntraceableError` for what is unknown."""
         import diffusers
 
         config, name = scheduler.config, f"its {type(scheduler).__name__}"
@@ -111,18 +111,18 @@ class Process(NamedTuple):
             return cls(scheduler, "velocity", flow.LINEAR)
         ddim = diffusers.DDIMScheduler
         if predicts not in PREDICTS or type(scheduler).__name__ not in ddim._compatibles:
-            raise Refused(f"{name} with the prediction type {predicts} is unknown")
+            raise UntraceableError(f"{name} with the prediction type {predicts} is unknown")
         # Options that change more than the steps of the solver
         for option in ("trained_betas", "rescale_betas_zero_snr", "thresholding", "use_flow_sigmas"):
             if config.get(option):
-                raise Refused(f"{name} has {option}, which Atoll's noise schedules and samplers do not have")
+                raise UntraceableError(f"{name} has {option}, which Atoll's noise schedules and samplers do not have")
         if betas not in BETAS or config.get("timestep_type", "discrete") != "discrete":
-            raise Refused(f"{name} has no table of betas ({betas}) with a number for each step")
+            raise UntraceableError(f"{name} has no table of betas ({betas}) with a number for each step")
         ends = {} if betas == "squaredcos_cap_v2" else {key: config[key] for key in ("beta_start", "beta_end")}
         schedule = flow.schedule(BETAS[betas], steps=config.num_train_timesteps, **ends)
         table = torch.tensor(schedule.alphas_cumprod)  # type: ignore[attr-defined]
         if not torch.allclose(table, scheduler.alphas_cumprod.cpu().float(), rtol=1e-4):
-            raise Refused(f"{name} has another table of alphas_cumprod than its betas give")
+            raise UntraceableError(f"{name} has another table of alphas_cumprod than its betas give")
         # With these options, each step begins where the one before has ended, for any number of steps.
         steps = {"timestep_spacing": "leading", "steps_offset": 1, "set_alpha_to_one": False}
         return cls(ddim.from_config(config, **steps, clip_sample=False), PREDICTS[predicts], schedule)
@@ -293,7 +293,7 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     steps = recorder.run(PROMPTS[:1], size, steps=FIT_STEPS, network=lambda own: recorder.imitate(own, state))
     calls = {len(step.calls) for step in steps}
     if len(steps) < FIT_STEPS - 1 or calls != {1}:
-        raise Refused(
+        raise UntraceableError(
             f"in {FIT_STEPS} steps the pipeline makes {len(steps)} scheduler steps with {calls} network calls each"
         )
 
@@ -302,19 +302,19 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     rest = [name for name in first if name != state]
     changing = [name for name in rest if not all(same(first[name], step.calls[0][0][name]) for step in steps)]
     if len(changing) != 1:
-        raise Refused(
+        raise UntraceableError(
             f"one argument of the network may change with the time, but these do: {', '.join(changing) or 'none'}"
         )
     time = changing[0]
     rest.remove(time)
     times = [step.calls[0][0][time] for step in steps]
     if not all(isinstance(value, Tensor) and value.numel() == 1 for value in times):
-        raise Refused(f"the argument {time} changes with the time, but is not one number for each image")
+        raise UntraceableError(f"the argument {time} changes with the time, but is not one number for each image")
     known = process.schedule.timestep(torch.tensor([step.time for step in steps], dtype=torch.float64)) / 1000
     scale, offset = _fit_line(known, times, time)
     signs = {_sign(step) for step in steps}
     if signs not in ({1}, {-1}):
-        raise Refused("the scheduler gets neither the network's output nor its negative")
+        raise UntraceableError("the scheduler gets neither the network's output nor its negative")
 
     # Conditioning: how batches are made of single images, and what depends on the prompt
     one, two, wide, two_wide = (recorder.arguments([prompt], own) for own in (size, other) for prompt in PROMPTS)
@@ -322,16 +322,16 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     batching = {name: find_batching(one[name], pair[name], name) for name in rest}
     for name in rest:
         if not same(first[name], one[name]):
-            raise Refused(f"the argument {name} differs between two equal calls of the pipeline")
+            raise UntraceableError(f"the argument {name} differs between two equal calls of the pipeline")
         if not same(join([one[name]] * 2, batching[name]), pair[name], tolerance=1e-4):
-            raise Refused(f"the argument {name} of two images is not made of those of single images")
+            raise UntraceableError(f"the argument {name} of two images is not made of those of single images")
     by_prompt = tuple(name for name in rest if not (same(one[name], two[name]) and same(wide[name], two_wide[name])))
     if not by_prompt:
-        raise Refused("no argument of the network depends on the prompt; is it cut off before its first word?")
+        raise UntraceableError("no argument of the network depends on the prompt; is it cut off before its first word?")
     given = first[state]
     shape = given.shape[1:] if isinstance(given, Tensor) else given[0].shape
     if len([size for size in shape if size != 1]) not in (2, 3):
-        raise Refused(f"the state {state} of an image has the shape {tuple(shape)}, neither tokens nor a grid")
+        raise UntraceableError(f"the state {state} of an image has the shape {tuple(shape)}, neither tokens nor a grid")
     found = TraceSpec(
         state=state,
         state_shape=tuple(shape),
@@ -362,7 +362,7 @@ def trace(recorder: Recorder, size: Size, other: Size) -> tuple[TraceSpec, Recor
     error = ((x - goal).square().mean() / goal.square().mean()).sqrt().item()
     if not error <= TOLERANCE:
         name = type(process.scheduler).__name__
-        raise Refused(f"Atoll's own loop differs from the pipeline with its {name} by {error:.1e} at {other}")
+        raise UntraceableError(f"Atoll's own loop differs from the pipeline with its {name} by {error:.1e} at {other}")
     return found, recorder, notes
 
 
@@ -370,7 +370,9 @@ def _without_guidance(recorder: Recorder, size: Size) -> tuple[Recorder, str, li
     """Switch guidance and changed prompts off. Return the recorder, the name of the state, and notes."""
     known = inspect.signature(recorder.pipe.__call__).parameters
     if "prompt" not in known:
-        raise Refused(f"the pipeline takes no prompt, only {', '.join(name for name in known if name != 'self')}")
+        raise UntraceableError(
+            f"the pipeline takes no prompt, only {', '.join(name for name in known if name != 'self')}"
+        )
     options, notes = dict(recorder.options), []
     for name, parameter in known.items():
         if REWRITES.search(name) and parameter.default and name not in options:
@@ -379,17 +381,19 @@ def _without_guidance(recorder: Recorder, size: Size) -> tuple[Recorder, str, li
     if "use_resolution_binning" in known:
         options.setdefault("use_resolution_binning", False)
     scales = [name for name in known if SCALES.fullmatch(name) and name not in options]
-    reason = Refused("")
+    reason = UntraceableError("")
     for value in (None, 1.0, 0.0):
         chosen = {} if value is None else dict.fromkeys(scales, value)
         tried = replace(recorder, options=options | chosen)
         try:
             step = tried.run(PROMPTS[:1], size, steps=2)[0]
             if len(step.calls) != 1:
-                raise Refused(f"the pipeline calls its network {len(step.calls)} times a step, and no option stops it")
+                raise UntraceableError(
+                    f"the pipeline calls its network {len(step.calls)} times a step, and no option stops it"
+                )
             return tried, _state_name(step), notes + [f"{name} is {value:g}: no guidance" for name in chosen]
-        except (Refused, RuntimeError) as error:
-            reason = error if isinstance(error, Refused) else Refused(f"the pipeline fails: {error}")
+        except (UntraceableError, RuntimeError) as error:
+            reason = error if isinstance(error, UntraceableError) else UntraceableError(f"the pipeline fails: {error}")
     raise reason
 
 
@@ -408,7 +412,7 @@ def _state_name(step: Step) -> str:
         if tensor.ndim >= step.sample.ndim and tensor.numel() > sample.numel():
             larger.append(name)
     hint = f"; {', '.join(larger)} may have it as a part" if larger else ""
-    raise Refused(f"no argument of the network equals the sample that the scheduler steps{hint}")
+    raise UntraceableError(f"no argument of the network equals the sample that the scheduler steps{hint}")
 
 
 def _state_tensor(value: Any) -> Tensor | None:
@@ -432,7 +436,7 @@ def _fit_line(x: Tensor, values: Sequence[Tensor], name: str) -> tuple[float, fl
         if (line[0] * x + line[1] - y).abs().max() <= precision * y.abs().max():
             return line
     pairs = ", ".join(f"{one:.4g} at {other:.4g}" for one, other in zip(y.tolist(), x.tolist(), strict=True))
-    raise Refused(f"the argument {name} is not a · time + b: {pairs}")
+    raise UntraceableError(f"the argument {name} is not a · time + b: {pairs}")
 
 
 def _sign(step: Step) -> int:
@@ -491,7 +495,7 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
             recorder.run(PROMPTS[:1], size, steps=2, last=state, output_type="pt")
         nn.Module.to(vae, dtype)  # diffusers' own method warns about dtypes
         if not found:
-            raise Refused("the pipeline does not call the method decode of its autoencoder")
+            raise UntraceableError("the pipeline does not call the method decode of its autoencoder")
         return found[0]
 
     zero = decoder_input(torch.zeros(values))
@@ -500,12 +504,14 @@ def unpacking(recorder: Recorder, size: Size) -> Unpacking:
     ramp = decoder_input(torch.arange(values) / values).double().reshape(-1)
     order = ((ramp - shift) / scale * values).round().long()
     if scale.numel() != values or not torch.equal(order.sort().values, torch.arange(values)):
-        raise Refused("the pipeline does not pass every value of the state to its autoencoder once, scaled and shifted")
+        raise UntraceableError(
+            "the pipeline does not pass every value of the state to its autoencoder once, scaled and shifted"
+        )
     found = Unpacking(order, scale.float(), shift.float(), tuple(zero.shape[1:]))
     check = torch.randn(1, values, generator=torch.Generator().manual_seed(1))
     error = (found.unpack(check) - decoder_input(check)).abs().max().item()
     if not error <= 1e-3:
-        raise Refused(
+        raise UntraceableError(
             f"the latents of the autoencoder are not an affine function of the state: they differ by {error:.1e}"
         )
     return found

@@ -52,7 +52,7 @@ def nearest_distances(x0: Tensor, clusters: list[Tensor]) -> Tensor:
     return torch.stack(distances, 1) / math.sqrt(flat.shape[1])
 
 
-Record = list[tuple[float, Tensor, Tensor, Tensor]]
+Estimates = list[tuple[float, Tensor, Tensor, Tensor]]
 """At each evaluation: t and, for each image (N,), the distance to the leading cluster, the mean distance to the
 other clusters, and whether the leading one is the closest."""
 
@@ -67,11 +67,11 @@ def follow(
     experts, the distances of the estimate of x0 to the clusters are recorded at every evaluation with N steps.
     """
     groups, changes, first = prompts.by_size(), [], 0
-    records: list[Record] = []
+    records: list[Estimates] = []
     finer = replace(settings, steps=2 * settings.steps)
     with progress(f"trajectories of {label}", 3 * len(groups) * settings.steps, unit="steps") as bar:
         for given, rows in groups.items():
-            size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), Record()
+            size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), Estimates()
             shape = (len(own), model.ensemble.shape[0], size.height, size.width)
             noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=first).to(model.ensemble.device)
             near = clusters(size)
@@ -105,7 +105,7 @@ def _solve(
     *,
     noise: Tensor,
     bar: Any,
-    record: Record | None,
+    record: Estimates | None,
     clusters: list[Tensor],
 ) -> Tensor:
     ensemble = sampler.ensemble

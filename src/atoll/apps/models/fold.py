@@ -32,8 +32,7 @@ from atoll.core.errors import AtollError
 from atoll.core.networks import DiTConfig
 from atoll.nets.dit import TIME_KNOTS, DiT
 from atoll.nets.layers import time_features
-
-StateDict = dict[str, Tensor]
+from atoll.nets.layouts import StateDict
 
 STEPS = 1000
 """Number of timesteps of the source, 0 to 999."""

@@ -34,8 +34,8 @@ class _Member:
     """Why it must not be read."""
 
 
-Members = dict[str, _Member]
-"""The members of one key, by suffix."""
+KeyFiles = dict[str, _Member]
+"""The files of one key, by suffix."""
 
 
 class TarSource:
@@ -80,7 +80,7 @@ class TarSource:
                 yield unreadable_image(ids.unique(shard, lambda: "tar"), reason)
 
 
-def _row(file: Path, members: Members, options: SourceOptions) -> MetadataRow:
+def _row(file: Path, members: KeyFiles, options: SourceOptions) -> MetadataRow:
     """Return the metadata in KEY.json, KEY.txt and KEY.cls; text files have priority over JSON."""
     row: dict[str, object] = {}
     if "json" in members:
@@ -98,9 +98,9 @@ def _row(file: Path, members: Members, options: SourceOptions) -> MetadataRow:
     return row
 
 
-def _groups(file: Path, damage: list[str]) -> Iterator[tuple[str, Members]]:
+def _groups(file: Path, damage: list[str]) -> Iterator[tuple[str, KeyFiles]]:
     """Yield each key with its members, which are consecutive. Append the tar's errors to `damage`."""
-    last, group = "", Members()
+    last, group = "", KeyFiles()
     for member in _members(file, damage):
         folder, name = os.path.split(os.path.normpath(member.name))
         if member.isdir() or name.startswith(".") or "__MACOSX" in folder:
@@ -110,7 +110,7 @@ def _groups(file: Path, damage: list[str]) -> Iterator[tuple[str, Members]]:
         if key != last or suffix.lower() in group:
             if group:
                 yield last, group
-            last, group = key, Members()
+            last, group = key, KeyFiles()
         problem = None
         if member.issym() or member.islnk():
             problem = f"it is a link to {member.linkname[:200]!r}; links in tars are not followed"
