@@ -210,15 +210,18 @@ class Smoke:
     def wait(self, ready: Callable[[], T | None], process: subprocess.Popen[bytes]) -> T:
         """Return the first true result; end the process if there is none in time."""
         deadline = time.monotonic() + LIMIT
-        while not (found := ready()):
-            if time.monotonic() > deadline:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise StageError(f"no result in {LIMIT:.0f} s")
-            time.sleep(0.1)
+        try:
+            while not (found := ready()):
+                if time.monotonic() > deadline:
+                    raise StageError(f"no result in {LIMIT:.0f} s")
+                time.sleep(0.1)
+        except (StageError, KeyboardInterrupt):
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         return found
 
     def last_line(self) -> str:
-        """Return the last line of the log that is no warning about a synchronization."""
+        """Return the last line of the log that tells something."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line and not line.startswith("peak memory")), "no output")
 
