@@ -128,7 +128,7 @@ class Smoke:
         self.atoll("train", self.run, "--expert", "0")
         after = self.metrics("experts/000")
         if after[: len(before)] != before or len(after) <= len(before):
-            raise StageError("training began anew")
+            raise StageError("training began anew, or had ended before")
         self.note_speed("experts/000", "training", after)
 
     def compile(self) -> None:
