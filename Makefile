@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel test-gpu docs lint format bench clean
+.PHONY: demo test test-all test-portable test-cuda-wheel test-gpu smoke-gpu docs lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
@@ -45,6 +45,9 @@ test-cuda-wheel:
 
 test-gpu:
 	@PYTHON=$(PYTHON) bash scripts/test_gpu.sh
+
+smoke-gpu: $(READY)
+	@$(BIN)/python scripts/smoke_gpu.py
 
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -130,4 +130,4 @@ def test_from_photographs_to_an_export(
     assert Path("mine/report.html").is_file()
     run("export", "mine", "my-model")
     assert "no such folder" in run("sample", "mine/nothing", code=2)
-    assert len(atoll.load("./my-model").generate(["ein Apfel"], steps=2).images) == 1
+    assert len(atoll.load("./my-model").generate(["ein Apfel"], num_inference_steps=2).images) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-VIEW = {"width": 1280, "height": 800}
+VIEW = {"width": 1280, "height": 860}
 TIMEOUT = 600_000
 """Milliseconds that a step may take: twelve images on a busy machine."""
 

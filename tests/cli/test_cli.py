@@ -119,6 +119,15 @@ def test_unknown_verb_names_the_nearest() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_self: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.start.ShowConfig, "run", interrupted)
+    assert cli.main(["config", "runs/mine"]) == 130
+    assert capsys.readouterr().err == "atoll: stopped by Ctrl-C\n"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"]])
 def test_a_closed_standard_output_prints_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()

@@ -27,6 +27,7 @@ from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT
+from atoll.core.metrics_file import read_lines
 from atoll.train import resolve_job, train_job
 from share.servers import access, new_bucket, proxy
 from share.shared import key_file, person, publishers, remote, share
@@ -152,7 +153,10 @@ def test_an_interrupted_worker_publishes_its_last_checkpoint(new_run: Copy, tmp_
     assert (lease_status.record.state, lease_status.record.failures) == ("released", 0)
     assert 0 < lease_status.record.images < lease_status.record.total == 480
     assert lease_status.record.checkpoint
-    assert next(line for line in status(store, remote(store)) if line.job == "experts/001").state == "free"
+    line = next(line for line in status(store, remote(store)) if line.job == "experts/001")
+    assert line.state == "free"
+    lines = {line.images: line.loss for line in read_lines(tmp_path / "a/experts/001/metrics.jsonl")}
+    assert line.loss in lines.values()
     second = start(log, with_key(tmp_path), *options, str(tmp_path / "b"), "--objective", "x0", "--name", "second")
     end(second, log)
     assert f"resuming from {lease_status.record.images:,} images" in log.read_text()

@@ -184,11 +184,13 @@ def test_an_export_can_be_served(served_run: Path, tmp_path: Path) -> None:
 
 
 def test_a_trained_run_is_not_missing_while_it_loads(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.apps.studio.registry.evaluated_settings", lambda _: DefaultSettings(7, 1.5))
     with held_loading(monkeypatch) as released, serving(served_run, ready=False) as (url, studio):
         wait_for(lambda: studio.models.loading is not None)
         run = http.get(f"{url}/v1/run").json()
         assert (run["models"], run["missing"]) == ([], [])
         assert run["loading"] == {"model": "experts", "networks": 4, "position": 1, "total": 3}
+        assert run["defaults"]["steps"] == 7, "the page fills its form while models are being loaded"
         released.set()
         wait_for(studio.models.first_scan_done.is_set)
         run = http.get(f"{url}/v1/run").json()

@@ -88,7 +88,7 @@ def test_a_hundred_kills_in_one_job(new_run: Copy) -> None:
     sweep(new_run, 100)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_exits_with_the_requeue_code(number: int, new_run: Copy) -> None:
     straight, interrupted = (
         new_run("straight", train={"save_every": 10_000}),

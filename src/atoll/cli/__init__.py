@@ -41,6 +41,8 @@ GROUPS: dict[str, dict[str, type[Verb]]] = {
 VERBS: dict[str, type[Verb]] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 # Flags without a --no-OPTION twin: one line of help for each.
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of the signal, as in shells."""
 DIFFUSERS = {
     "num-inference-steps": "--steps",
     "num-images-per-prompt": "--num-images",
@@ -68,7 +70,7 @@ DIFFUSERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Return 0 for success, 2 for invalid input, 1 for a closed standard output (`| head`)."""
+    """Run one verb. Return 0 for success, 2 for invalid input, 130 after Ctrl-C, 1 for a closed output (`| head`)."""
     try:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
@@ -99,6 +101,9 @@ def _main(arguments: list[str]) -> int:
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("atoll: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:
         if not disk.is_full(error):
             raise

@@ -180,8 +180,10 @@ class Gpu:
     """Bytes per second that a GPU sends to the others of its machine: NVLink, or PCIe 4 for GPUs without."""
 
 
+# GeForce: NVIDIA's white papers on GA102 and Ada; tensor cores with float32 accumulation have half the advertised rate.
+# The others: data sheets, without sparsity; A100 and H100 are the SXM modules with 80 GB.
 GPUS = {
-    "RTX 3090": Gpu(71.2e12, 24e9, 936e9, 32e9),
+    "RTX 3090": Gpu(71e12, 24e9, 936e9, 32e9),
     "RTX 4090": Gpu(165.2e12, 24e9, 1.008e12, 32e9),
     "A40": Gpu(149.7e12, 48e9, 696e9, 32e9),
     "A100": Gpu(312e12, 80e9, 2.039e12, 300e9),

@@ -18,6 +18,7 @@ checkpoint. Checkpoints are written by a thread (`CheckpointSaver`) while traini
 
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -275,20 +276,30 @@ class StepCheck:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGUSR1 in a list instead of ending the process; training stops if it is not empty."""
+    """Collect SIGTERM, SIGUSR1 and Ctrl-C in a list instead of ending the process; training stops if it is not empty.
+
+    A second Ctrl-C ends the process at once. Ctrl-C is left to a handler that was installed before.
+    """
     received: list[int] = []
 
     def collect(number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGINT:
+            if number in received:
+                raise KeyboardInterrupt
+            print("stopping: saving a checkpoint first (press Ctrl-C again to skip this)", file=sys.stderr, flush=True)
         received.append(number)
 
-    before = {number: signal.signal(number, collect) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, collect) for number in numbers}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         # Python handlers that were installed before get the signals too, now that training has stopped.
-        for caught in set(received):
+        for caught in set(received) - {signal.SIGINT}:
             if callable(handler := before[signal.Signals(caught)]):
                 handler(caught, None)

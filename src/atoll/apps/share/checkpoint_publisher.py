@@ -15,11 +15,14 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CHECKPOINT
+from atoll.core.metrics_file import progress_of
 from atoll.train.spec import TrainSpec
 
 _OBJECT = r"(sha256/[0-9a-f]{64}(\.[0-9]{4,6})?|manifests/[0-9a-f]{64}\.json)"
 """The part of a key below the name of a checkpoint, as `atoll.apps.share.transfer` writes it. Signatures are kept: each
 names the checkpoint before, so together they are the history of the training, which an auditor can compare."""
+_READ_SECONDS = 1.0
+"""Seconds between two looks at the loss that training writes for others; it writes it as often."""
 
 
 class CheckpointPublisher:
@@ -50,6 +53,7 @@ class CheckpointPublisher:
         self._last = float("-inf")
         self._waiting: Artifact | None = None
         self._start: tuple[float, int] | None = None
+        self._folder, self._read = spec.run / lease.job, float("-inf")
         shutil.rmtree(self.outbox, ignore_errors=True)
         lease.set_pending(total=spec.settings.total_images, rate=0.0)
 
@@ -60,6 +64,9 @@ class CheckpointPublisher:
             self._start = (now, images)
         seconds, done = now - self._start[0], images - self._start[1]
         self.lease.set_pending(images=images, rate=done / seconds if seconds > 0 else 0.0)
+        if now - self._read > _READ_SECONDS and (current := progress_of(self._folder)):
+            self._read = now
+            self.lease.set_pending(loss=current.loss, lr=current.lr)
         return self.stop.is_set() or self.lease.lost
 
     def on_checkpoint(self, checkpoint: Artifact) -> None:

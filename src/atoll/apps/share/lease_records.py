@@ -82,6 +82,10 @@ class Record(Content):
     """Images to train on in all."""
     rate: float = Field(0.0, ge=0, le=_MAX_COUNT)
     """Images per second, as the holder measures it. Informative only."""
+    loss: float | None = Field(None, ge=-_MAX_COUNT, le=_MAX_COUNT)
+    """Training loss, averaged over the last steps. Informative only."""
+    lr: float | None = Field(None, ge=0, le=_MAX_COUNT)
+    """Learning rate. Informative only."""
     overrides: dict[Annotated[str, Field(pattern=_OVERRIDE_KEY)], str] = Field(default_factory=dict, max_length=64)
     """Configuration overrides of the holder. A worker that takes over a checkpoint trains on with the same ones."""
     checkpoint: str | None = Field(None, pattern=_CHECKPOINT)
@@ -125,6 +129,8 @@ class RecordChanges(TypedDict, total=False):
     published: int
     total: int
     rate: float
+    loss: float | None
+    lr: float | None
     overrides: dict[str, str]
     checkpoint: str | None
     manifest: str | None

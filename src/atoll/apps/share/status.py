@@ -113,7 +113,7 @@ def _line(
 def _leased_status(job: str, lease_status: LeaseStatus, *, shared: bool) -> JobStatus:
     record = lease_status.record
     if shared and waits_for_review(lease_status):
-        return JobStatus(job, "proposed", record.holder, record.images, record.total)
+        return JobStatus(job, "proposed", record.holder, record.images, record.total, loss=record.loss)
     state = {"held": "running", "released": "free", "refused": "free"}.get(record.state, record.state)
     if lease_status.expired:
         state = "stale"
@@ -121,7 +121,12 @@ def _leased_status(job: str, lease_status: LeaseStatus, *, shared: bool) -> JobS
     why = record.why
     if state == "failed" and record.failures >= MAX_FAILURES:
         why = f"given up after {record.failures} failures: {why}"
-    return JobStatus(job, state, record.holder, record.images, record.total, record.rate, left, lease_status.age, why)
+    lr = record.lr if state == "running" else None
+    return JobStatus(
+        *(job, state, record.holder, record.images, record.total, record.rate, left, lease_status.age, why),
+        loss=record.loss,
+        lr=lr,
+    )
 
 
 def _progress(store: Store, job: str) -> MetricsLine | None:

@@ -128,6 +128,9 @@ class ModelRegistry:
 
     def scan(self) -> None:
         """Load every model that is new or has changed."""
+        # First, because the page fills its form while models are being loaded.
+        if self.run is not None:
+            self.defaults = evaluated_settings(self.run)
         changed: dict[str, FileTimes] = {}
         for name in NAMES:
             with suppress(FileNotFoundError):  # a file was replaced at this moment; the next scan finds it
@@ -151,8 +154,6 @@ class ModelRegistry:
                     print(f"atoll: cannot load the model {name}: {error}", file=sys.stderr, flush=True)
                 self.load_errors[name] = message
         self.loading = None
-        if self.run is not None:
-            self.defaults = evaluated_settings(self.run)
         self.first_scan_done.set()
 
     def _announce(self, model: LoadedModel) -> None:
