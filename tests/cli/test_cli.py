@@ -13,6 +13,7 @@ import yaml
 
 from atoll import __version__, cli
 from atoll.cli.verb import Verb
+from atoll.core.errors import nearest
 from atoll.core import config
 from atoll.core.presets import PRESETS, SUMMARIES
 
@@ -117,6 +118,13 @@ def test_unknown_verb_names_the_nearest() -> None:
     assert result.returncode == 2
     assert "unknown verb 'inti' (did you mean 'init'?)" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("steps", "num_inference_steps"), ("latent", "latents"), ("promt", "prompt"), ("xyz", None)]
+)
+def test_the_nearest_name_is_a_slip_or_has_the_word(wrong: str, right: str | None) -> None:
+    assert nearest(wrong, ["latents", "num_inference_steps", "prompt", "solver"]) == right
 
 
 def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
