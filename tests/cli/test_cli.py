@@ -13,8 +13,8 @@ import yaml
 
 from atoll import __version__, cli
 from atoll.cli.verb import Verb
-from atoll.core.errors import nearest
 from atoll.core import config
+from atoll.core.errors import nearest
 from atoll.core.presets import PRESETS, SUMMARIES
 
 

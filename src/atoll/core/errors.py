@@ -41,7 +41,7 @@ def listed(names: Sequence[str], limit: int = 10) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to `name`, or None if no name is similar."""
     known = list(known)
-    # A slip of the finger (0.8), then a whole word of a longer name (steps: num_inference_steps), then what resembles it:
+    # A slip of the finger (0.8), then a word of a longer name (steps: num_inference_steps), then what resembles it:
     # 0.5 is a choice below difflib's default of 0.6, because in short names two wrong letters weigh much.
     slips, similar = (get_close_matches(name, known, n=1, cutoff=cutoff) for cutoff in (0.8, 0.5))
     return next(iter([*slips, *(other for other in known if name in other.split("_")), *similar]), None)
