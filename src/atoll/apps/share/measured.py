@@ -85,6 +85,9 @@ TINT, PATTERN, SHARED_TIME = 0.15, 0.35, 0.25
 the null condition; tiny ones after 20 steps, which have hardly learned the mean of their data, 0.13 and 0.29. A tint of
 0.3 in the last bias gives 0.26 for a velocity network and 0.7 for an x0 network. The residual of an x0 network grows as
 1/t, so it has less weight below `SHARED_TIME`."""
+SHARED_IMAGES = 24
+"""Fewest images of one size whose residuals are averaged. The mean of an image is uncertain by 0.3 or so, averaged over
+the times, so each half of 24 has an error of 0.1, and the root of their product one of 0.08."""
 EPSILON_SHARE = 0.7
 """Tint and pattern of an epsilon network, relative to a velocity of zero, if that is more than the limits above. Its
 bridge shrinks uncertain x0 to the mean of all clusters, so part of the mean of its own is always missing: 0.39 in one
@@ -286,21 +289,23 @@ class _Shared:
     """The mean of residuals by channel and position, for two halves of the images and every size."""
 
     def __init__(self) -> None:
+        self._half: dict[int, int] = {}  # of an image, by its number: all rows of an image are in one half
         self._sums: dict[tuple[torch.Size, int], tuple[Tensor, int]] = {}
 
     def add(self, residual: Tensor, index: Tensor) -> None:
         """Add residuals (batch, C, H, W) of images with these numbers."""
+        halves = [self._half.setdefault(number, len(self._half) % 2) for number in index.tolist()]
         for half in (0, 1):
-            own = residual[(index % 2 == half).to(residual.device)]
+            own = residual[[row for row, other in enumerate(halves) if other == half]]
             before, count = self._sums.get((residual.shape[1:], half), (0.0, 0))
             self._sums[residual.shape[1:], half] = (before + own.sum(0).cpu(), count + len(own))
 
     def sizes(self) -> tuple[float, float]:
-        """Return tint and pattern, each the largest of all image sizes; 0 with fewer than two images of a size."""
+        """Return tint and pattern, each the largest of all image sizes; 0 with fewer images than `SHARED_IMAGES`."""
         tints, patterns = [0.0], [0.0]
         for shape in {shape for shape, _ in self._sums}:
             (a, count_a), (b, count_b) = self._sums[shape, 0], self._sums[shape, 1]
-            if count_a and count_b:
+            if min(count_a, count_b) * 2 >= SHARED_IMAGES * TIME_BINS:
                 a, b = a / count_a, b / count_b
                 tints.append((a.mean((1, 2)) * b.mean((1, 2))).max().clamp(min=0).sqrt().item())
                 patterns.append((a * b).mean().clamp(min=0).sqrt().item())
