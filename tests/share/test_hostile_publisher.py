@@ -168,7 +168,7 @@ def test_a_withdrawn_key_leaves_the_work_of_others(published: Published, tmp_pat
 CHOICES: dict[str, dict[str, str]] = {
     "allowed": {"train.lr": "0.5"},
     "endless": {"train.total_images": "1000000000000000"},
-    "five times": {"train.total_images": "800"},
+    "five times": {"train.total_images": "3200"},
     "batch": {"train.batch_size": "4000000000"},
     "batch that fits the limits of shared settings": {"train.batch_size": "1048576"},
     "EMAs": {"train.ema": "{" + ", ".join(f"e{n}: 1" for n in range(120)) + "}"},
@@ -177,7 +177,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "nested": {"train.lr": "[" * 4000},
     "aliases": {"train.seed": "[&a0 [1], " + ", ".join(f"&a{n} [{f'*a{n - 1}, ' * 8}]" for n in range(1, 6)) + "]"},
 }
-"""Settings of a lease record. Ann's worker has those of the run: 160 images in batches of 8."""
+"""Settings of a lease record. Ann's worker has those of the run: 640 images in batches of 8."""
 
 
 @pytest.mark.parametrize("name", CHOICES)
