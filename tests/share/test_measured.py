@@ -157,7 +157,7 @@ POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
     "the end": (at(0, 0.1), "at times from 0.0 to 0.1"),
     "the first half of the end": (at(0, 0.05), "at times from 0.0 to 0.1|at time 0.0"),
     "the middle": (at(0.45, 0.55), "at times from 0.[45]"),
-    "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
+    "a bin": (at(0.7, 0.8, 1.5), "at times from 0.7 to 0.8"),
     "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
     "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 "),
     "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 "),
@@ -407,8 +407,19 @@ def test_admit_refuses_the_expert_of_another_cluster(
     offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
     propose(remote(store, by="ann"), offer)
     verdict = admit(remote(store, by="owner"), tmp_path / "check")[JOB]
-    assert re.search("no better than experts/000|all images share|is too large" if amount else "a copy of", verdict)
+    refused = "no better than (experts/000|an untrained)|all images share|is too large"
+    assert re.search(refused if amount else "a copy of", verdict)
     assert JOB not in remote(store).networks()
+
+
+@pytest.mark.parametrize("amount", [0.0, 1e-3, 1e-2, 5e-2])
+def test_the_expert_of_another_cluster_is_no_better_than_itself(amount: float, reference: Path) -> None:
+    """Also where it does well on the data, as on clusters that are much alike."""
+    (copied, _), (other, _), (_, images) = (opened_expert(reference, number) for number in (0, 0, 1))
+    copied.network.load_state_dict(noisy(amount)(copied.network.state_dict()))
+    reason = f"on images of its own cluster it is no better than {other.declaration.name}"
+    found = {figure.what: figure for figure in figures(copied, images, [other], seed=0)}
+    assert found[reason].value > found[reason].limit
 
 
 @pytest.mark.parametrize("damaged", [False, True])

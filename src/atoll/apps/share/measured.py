@@ -82,7 +82,7 @@ MAX_RMS = 10.0
 captions have up to 4.6 (demo), those of labels 0.9 (CIFAR-10)."""
 TINT, PATTERN, SHARED_TIME = 0.15, 0.25, 0.25
 """Largest tint and pattern. Experts of demo, emoji and CIFAR-10 (4,000 to 24,000 images seen) have at most 0.05 of
-both, also with the null condition; tiny ones after 80 steps 0.09 and 0.14. A tint of 0.3 in the last bias gives 0.26
+both, also with the null condition; tiny ones after 80 steps 0.03 and 0.14. A tint of 0.3 in the last bias gives 0.26
 for a velocity network and 0.7 for an x0 network. The residual of an x0 network grows as 1/t, so it has less weight
 below `SHARED_TIME`."""
 SHARED_IMAGES = 24
