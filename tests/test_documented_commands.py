@@ -329,7 +329,7 @@ def execute(page: Path, source: Path, capfd: pytest.CaptureFixture[str], *, stor
                 continue
             words = with_options(command.words[1:], SMALL_OPTIONS.get(verb, {}))
             if verb == "init":
-                words += small_settings(source, images=480 if store else 64, base="--base" in words)
+                words += small_settings(source, images=3200 if store else 64, base="--base" in words)
             words = [re.sub(r"[A-Z]+_PUBLIC_KEY|FINGERPRINT", lambda found: printed[found[0]], word) for word in words]
             words = [word.replace("shared/run", store or "") for word in words]
             capfd.readouterr()

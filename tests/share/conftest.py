@@ -25,8 +25,8 @@ from share.shared import POLICY, person, publishers, remote, share
 from train.conftest import Copy, copier, merge
 from train.workers import TINY
 
-TRAINED = merge(TINY, {"train": {"lr": 3e-3}})
-"""The same 20 steps with a higher learning rate: the experts learn the mean of their data, which admission demands."""
+TRAINED = merge(TINY, {"train": {"lr": 6e-3, "total_images": 640, "save_every": 128}})
+"""80 steps with a higher learning rate: the experts learn the mean of their data, which admission demands."""
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def signed_for_another_expert(offer: Offer) -> None:
 
 
 def signed_before_it_was_changed(offer: Offer) -> None:
-    offer.raw = lambda data: data.replace(b'"images": 160', b'"images": 161')
+    offer.raw = lambda data: data.replace(b'"images": 640', b'"images": 641')
 
 
 CLAIMS: dict[Callable[[Offer], None], str] = {

@@ -72,7 +72,7 @@ def state_of(store: Store) -> dict[str, bytes]:
 
 
 def replace_settings(store: Store, published: Published) -> None:
-    store.write("atoll.yaml", published.objects["atoll.yaml"].replace(b"lr: 0.003", b"lr: 0.002"))
+    store.write("atoll.yaml", published.objects["atoll.yaml"].replace(b"lr: 0.006", b"lr: 0.002"))
 
 
 def replace_with_own_root(store: Store, published: Published) -> None:
@@ -120,7 +120,7 @@ def replaced(prefix: str, data: bytes | None) -> Callable[[Store, Published], No
 def other_network(store: Store, published: Published) -> None:
     """The manifest of the expert, with other weights, under the digest of the admitted one."""
     name = key_below(store, "experts/000/final/manifests")
-    store.write(name, published.objects[name].replace(b'"images": 160', b'"images": 161'))
+    store.write(name, published.objects[name].replace(b'"images": 640', b'"images": 641'))
 
 
 def snapshot_by_mallory(store: Store, published: Published) -> None:

@@ -326,7 +326,7 @@ def test_status_of_a_folder_without_leases(new_run: Copy, capsys: pytest.Capture
     assert {job: line["state"] for job, line in lines.items()} == {
         "experts/000": "done", "experts/001": "running", "experts/002": "free", "router": "missing",
     }  # fmt: skip
-    assert lines["experts/001"]["images"] == 160
+    assert lines["experts/001"]["images"] == 640
     assert cli.main(["status", str(run)]) == 0
     assert "experts/001" in capsys.readouterr().out
     assert cli.main(["status", str(run / "nowhere")]) == 2

@@ -1,6 +1,7 @@
 """Networks that behave badly where sampling looks: each is refused with a reason."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 
@@ -17,22 +19,26 @@ from atoll import flow
 from atoll.apps.share.admission import review
 from atoll.apps.share.admit import admit
 from atoll.apps.share.leases import Lease
-from atoll.apps.share.measured import check_expert, check_measured, figures
+from atoll.apps.share.measured import _Shared, check_expert, check_measured, figures
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.store import Store
+from atoll.core import config
 from atoll.core.artifacts import Artifact, ArtifactKind
 from atoll.core.manifests import EXPERT, SHARDS
 from atoll.core.networks import read_network
 from atoll.data.dataset import Shards
 from atoll.experts.expert import DeviceOptions, OpenExpert, open_expert
 from atoll.experts.run import expert_of_run
+from atoll.experts.validation import TIME_BINS
 from atoll.nets import Condition, PreparedCondition, build
 from atoll.nets.io import weights_digest
+from atoll.train import resolve_job, train_job
 from atoll.verify.trust import Policy
 from atoll.verify.untrusted import Refused
-from share.conftest import Published
+from share.conftest import TRAINED, Published
 from share.hostile_files import NAME, WEIGHTS, Offer, header, split
 from share.shared import network_by, remote
+from train.conftest import merge
 
 JOB = "experts/001"
 
@@ -73,7 +79,7 @@ BEHAVIOR: dict[str, tuple[Callable[[Offer], None], str]] = {
         with_tensor("null_text", lambda part: part.index_fill(0, torch.tensor([0]), 3e38)),
         NULL,
     ),
-    # After 20 steps the network hardly uses its text: 25, which ruins an expert of emoji, changes nothing here.
+    # After 80 steps the network hardly uses its text: 25 changes little here, unlike in `learned`.
     "null 100": (with_tensor("null_text", lambda part: torch.full_like(part, 100.0)), NULL),
     "output of other size": (
         with_tensor("final.linear.weight", lambda part: 30 * part),
@@ -151,7 +157,7 @@ POISONS: dict[str, tuple[Callable[[Tensor, Tensor, bool], Tensor], str]] = {
     "the end": (at(0, 0.1), "at times from 0.0 to 0.1"),
     "the first half of the end": (at(0, 0.05), "at times from 0.0 to 0.1|at time 0.0"),
     "the middle": (at(0.45, 0.55), "at times from 0.[45]"),
-    "a bin": (at(0.7, 0.8, 1.0), "at times from 0.7 to 0.8"),
+    "a bin": (at(0.7, 0.8, 1.5), "at times from 0.7 to 0.8"),
     "the other direction at the end": (lambda v, t, _: torch.where(t < 0.1, -v, v), "at times from 0.0 to 0.1"),
     "infinite at the start": (lambda v, t, _: torch.where(t == 1, torch.inf, v), "at time 1 "),
     "not a number at the end": (lambda v, t, _: torch.where(t < 0.1, torch.nan, v), "at times from 0.0 to 0.1 "),
@@ -207,11 +213,68 @@ def test_guided_samples_are_checked_in_every_size(sized_run: Path) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_honest_experts_pass_with_any_seed(number: int, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were trained for 20 steps."""
+    """They were trained for 80 steps."""
     expert, images = opened_expert(reference, number)
     for seed in range(4):
         monkeypatch.setattr("atoll.apps.share.measured.secrets.randbelow", lambda _, seed=seed: 10_007 * seed)
         check_expert(expert, images)
+
+
+@pytest.fixture(scope="module")
+def learned(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a velocity expert and an x0 expert after 200 steps, which use their captions."""
+    run = tmp_path_factory.mktemp("learned") / "run"
+    shutil.copytree(prepared / "data" / "shards", run / "data" / "shards")
+    changes = {"experts": {"default": "flow-matching", 1: "x0"}, "train": {"lr": 3e-3, "total_images": 1600}}
+    values = merge(merge(yaml.safe_load((prepared / "atoll.yaml").read_text()), TRAINED), changes)
+    (run / "atoll.yaml").write_text(yaml.safe_dump(values))
+    for number in (0, 1):
+        train_job(resolve_job(run, config.load(run), "expert", expert=number))
+    return run
+
+
+PLANTED: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "nothing": ("null_text", lambda part: part, ""),
+    "null condition of 25": ("null_text", lambda part: torch.full_like(part, 25.0), "with the null condition"),
+    "null condition of -25": ("null_text", lambda part: torch.full_like(part, -25.0), "with the null condition"),
+    "tint of 0.3": ("final.linear.bias", lambda part: part + 0.3, TINT),
+    "tint of 0.6": ("final.linear.bias", lambda part: part + 0.6, TINT),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("number", [0, 1], ids=["velocity", "x0"])
+def test_cheats_in_the_weights_of_a_trained_expert_are_refused(number: int, name: str, learned: Path) -> None:
+    expert, images = opened_expert(learned, number)
+    tensor, change, reason = PLANTED[name]
+    state = expert.network.state_dict()
+    expert.network.load_state_dict({**state, tensor: change(state[tensor])})
+    for seed in range(3):
+        found = [figure.what for figure in figures(expert, images, seed=seed) if not figure.value <= figure.limit]
+        if reason:
+            assert [what for what in found if reason in what]
+        else:
+            assert found == []
+
+
+def test_only_networks_of_the_same_prediction_are_compared(learned: Path, reference: Path) -> None:
+    """The others learn at another speed: an honest DDPM expert can be worse than a velocity expert of other data."""
+    for run, count in ((learned, 0), (reference, 1)):
+        (expert, images), (other, _) = opened_expert(run, 0), opened_expert(run, 1)
+        found = [figure for figure in figures(expert, images, [other], seed=0) if "its own cluster" in figure.what]
+        assert len(found) == count
+        assert all(figure.value <= figure.limit for figure in found)
+
+
+@pytest.mark.parametrize("numbers", [range(40), range(0, 80, 2), range(23)], ids=["all", "even", "few"])
+def test_errors_that_all_images_share_are_found_whichever_images_are_measured(numbers: range) -> None:
+    """Images that are evenly spread over a cluster may all have even numbers."""
+    shared, noise = _Shared(), torch.randn(80, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(TIME_BINS):
+        for batch in torch.tensor(numbers).split(7):
+            shared.add(noise[batch] / 10 + torch.tensor([0.1, 0.3, 0.0]).view(3, 1, 1), batch)
+    expected = (0.0, 0.0) if numbers == range(23) else (0.3, math.sqrt(0.1 / 3))
+    assert shared.sizes() == pytest.approx(expected, abs=0.01)
 
 
 class Perfect(nn.Module):
@@ -344,8 +407,19 @@ def test_admit_refuses_the_expert_of_another_cluster(
     offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
     propose(remote(store, by="ann"), offer)
     verdict = admit(remote(store, by="owner"), tmp_path / "check")[JOB]
-    assert re.search("no better than experts/000|all images share|is too large" if amount else "a copy of", verdict)
+    refused = "no better than (experts/000|an untrained)|all images share|is too large"
+    assert re.search(refused if amount else "a copy of", verdict)
     assert JOB not in remote(store).networks()
+
+
+@pytest.mark.parametrize("amount", [0.0, 1e-3, 1e-2, 5e-2])
+def test_the_expert_of_another_cluster_is_no_better_than_itself(amount: float, reference: Path) -> None:
+    """Also where it does well on the data, as on clusters that are much alike."""
+    (copied, _), (other, _), (_, images) = (opened_expert(reference, number) for number in (0, 0, 1))
+    copied.network.load_state_dict(noisy(amount)(copied.network.state_dict()))
+    reason = f"on images of its own cluster it is no better than {other.declaration.name}"
+    found = {figure.what: figure for figure in figures(copied, images, [other], seed=0)}
+    assert found[reason].value > found[reason].limit
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -29,7 +29,7 @@ from train.conftest import Copy
 JOB, OTHER = "experts/001", "experts/002"
 ATTEMPT, DIGEST = "0123456789abcdef", "1" * 64
 GOOD: dict[str, Any] = {
-    "epoch": 0, "state": "released", "holder": "mallory", "nonce": "0" * 32, "issued": 0.0, "duration": 60.0,
+    "epoch": 0, "state": "released", "holder": "mallory", "nonce": "0" * 32, "duration": 60.0,
     "images": 8, "total": 160, "rate": 1.0, "overrides": {}, "checkpoint": f"{JOB}/checkpoints/{ATTEMPT}@{DIGEST}",
     "manifest": None, "why": "", "failures": 0,
 }  # fmt: skip
@@ -48,7 +48,7 @@ POINTERS: list[Any] = [
 FIELDS: list[dict[str, Any]] = [
     {"epoch": 7}, {"epoch": -1}, {"epoch": "0"}, {"epoch": True}, {"epoch": 10**30}, {"state": "mine"}, {"state": None},
     {"holder": "a" * 201}, {"holder": 5}, {"nonce": ""}, {"nonce": "../" * 10}, {"nonce": "0" * 31 + "/"},
-    {"nonce": "0" * 32 + "\n"}, {"issued": "now"}, {"duration": 0}, {"duration": 1e9}, {"duration": "60"},
+    {"nonce": "0" * 32 + "\n"}, {"issued": 0.0}, {"duration": 0}, {"duration": 1e9}, {"duration": "60"},
     {"images": -1}, {"images": 1.5}, {"images": 1 << 60}, {"total": "160"}, {"rate": -1.0}, {"rate": 1e300},
     {"overrides": {"island.setup": "[rm -r .]"}}, {"overrides": {"data.source": "/"}},
     {"overrides": {"train.ema.../x": "1"}},

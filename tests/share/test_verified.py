@@ -487,7 +487,7 @@ def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
         (("set", "networks", "[a"), "is not a value of networks"),
         (("set", "threshold", "3"), "with a field of"),
         (("withdraw", "key", "owner"), "owners"),
-        (("withdraw", "nothing"), "expected: atoll trust RUN withdraw"),
+        (("withdraw", "nothing"), "withdraw network JOB|DIGEST"),
         (("renew", "--push"), "was not pushed from this folder yet"),
     ):
         code, output = trust(*wrong)

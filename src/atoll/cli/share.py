@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -167,7 +167,7 @@ class Status:
         from rich.live import Live
 
         from atoll.apps.share.remote_run import RemoteRun, is_local
-        from atoll.apps.share.status import as_json, as_table, status, watch
+        from atoll.apps.share.status import as_table, status, watch
         from atoll.apps.share.store import Store
 
         url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
@@ -181,7 +181,10 @@ class Status:
                     for lines in refreshes:
                         screen.update(as_table(lines, url), refresh=True)
             for lines in refreshes:
-                print(as_json(lines), flush=True) if self.json else console.print(as_table(lines, url))
+                if self.json:
+                    print(json.dumps([asdict(line) for line in lines]), flush=True)
+                else:
+                    console.print(as_table(lines, url))
 
 
 @dataclass

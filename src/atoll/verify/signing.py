@@ -129,13 +129,8 @@ class Signer:
 
     def sign(self, statement: Statement) -> Signature:
         """Return the signature over a statement."""
-        return Signature(
-            key=self.public,
-            version=statement.version,
-            previous=statement.previous,
-            weights=statement.weights,
-            signature=self._key.sign(statement.to_bytes()).hex(),
-        )
+        fields = statement.model_dump(include={"version", "previous", "weights"})
+        return Signature(key=self.public, signature=self._key.sign(statement.to_bytes()).hex(), **fields)
 
 
 def config_folder() -> Path:

@@ -315,14 +315,9 @@ class RootChain:
                 "renews it with: atoll trust RUN renew --push"
             )
 
-    def statement(
-        self, role: Role, slot: str, digest: str, *, previous: str | None = None, weights: str | None = None
-    ) -> Statement:
-        """Return a statement under the current version."""
-        version, run = self.current.version, self.run
-        return Statement(
-            run=run, role=role, slot=slot, version=version, digest=digest, previous=previous, weights=weights
-        )
+    def statement(self, role: Role, slot: str, digest: str, **links: str | None) -> Statement:
+        """Return a statement under the current version; `links` are its fields `previous` and `weights`."""
+        return Statement(run=self.run, role=role, slot=slot, version=self.current.version, digest=digest, **links)
 
     def verify(self, signature: Signature, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
         """Check a signature. Return the name of the signer, or raise `Refused`.
@@ -341,17 +336,8 @@ class RootChain:
         name = self.roots[signature.version - 1].signer_name(signature.key, role, slot)
         if name is None or not (listed or self.current.signer_name(signature.key, role, slot)):
             raise Refused(f"{what} is signed by a key that the root does not allow for it: {signature.key}")
-        signature.check(
-            Statement(
-                run=self.run,
-                role=role,
-                slot=slot,
-                version=signature.version,
-                digest=digest,
-                previous=signature.previous,
-                weights=signature.weights,
-            )
-        )
+        signed = self.statement(role, slot, digest, previous=signature.previous, weights=signature.weights)
+        signature.check(signed.model_copy(update={"version": signature.version}))
         return name
 
     def newest_snapshot(self, objects: Objects) -> Signed[Snapshot] | None:

@@ -9,7 +9,7 @@ listed. Only the folder of the store itself may be reached through links, becaus
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,7 +21,6 @@ from obstore.exceptions import AlreadyExistsError
 
 from atoll.verify.untrusted import Refused
 
-Bytes = bytes
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _MAX_DEPTH = 16
 """Maximum depth of listed folders; the keys of a run have at most six parts."""
@@ -35,15 +34,6 @@ class ObjectMeta(TypedDict):
     last_modified: datetime
 
 
-ObjectMetas = list[ObjectMeta]
-
-
-class Range(TypedDict):
-    """Option of `get`: first byte and end of the requested bytes."""
-
-    range: tuple[int, int]
-
-
 @dataclass(frozen=True)
 class GetResult:
     """The result of `get`. The file is opened when its bytes are read."""
@@ -54,11 +44,7 @@ class GetResult:
     start: int
     end: int
 
-    def bytes(self) -> Bytes:
-        """Return the whole range at once."""
-        return b"".join(self.stream())
-
-    def stream(self, min_chunk_size: int = 1 << 20) -> Iterator[Bytes]:
+    def stream(self, min_chunk_size: int = 1 << 20) -> Iterator[bytes]:
         """Yield the range in pieces."""
         with self.folder.opened(self.key) as file:
             file.seek(self.start)
@@ -89,25 +75,20 @@ class Folder:
             try:
                 with os.fdopen(os.open(temporary, writing, 0o666, dir_fd=parent), "wb") as file:
                     file.write(data)
-                if mode == "create":
-                    self._link_new(temporary, name, parent)
+                if mode == "create":  # a hard link is atomic and, unlike a rename, fails if the name exists
+                    os.link(temporary, name, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
                 else:
                     with suppress(FileNotFoundError):
                         self._lstat(parent, name, key)
                     os.replace(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except FileExistsError as error:
+                raise AlreadyExistsError(f"{self.prefix}: {name} exists") from error
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=parent)
 
-    def _link_new(self, temporary: str, name: str, parent: int) -> None:
-        # A hard link is the atomic "create": unlike a rename, it fails if the name exists.
-        try:
-            os.link(temporary, name, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
-        except FileExistsError as error:
-            raise AlreadyExistsError(f"{self.prefix}: {name} exists") from error
-
-    def get(self, key: str, *, options: Range | None = None) -> GetResult:
-        """Return an object, or a range of its bytes."""
+    def get(self, key: str, *, options: Mapping[str, tuple[int, int]] | None = None) -> GetResult:
+        """Return an object, or the `range` of its bytes: the first one and the end."""
         meta = self.head(key)
         start, end = options["range"] if options else (0, meta["size"])
         return GetResult(self, key, meta, start, end)
@@ -120,7 +101,7 @@ class Folder:
                 raise FileNotFoundError(f"{self.prefix}/{key} is not a regular file")
             return _meta(key, found)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectMetas]:
+    def list(self, prefix: str = "") -> Iterator[Sequence[ObjectMeta]]:
         """Yield the objects below a prefix; skip links and everything behind them."""
         parts = _parts(prefix)
         with suppress(FileNotFoundError, NotADirectoryError, Refused), self._open_folder(parts) as start:

@@ -68,8 +68,6 @@ class Record(Content):
     """Name of the worker, which the contributor chooses or which is random: a host name would be published."""
     nonce: str = Field(pattern=_HEX_32)
     """Random number of this acquisition, by which the holder recognizes its records."""
-    issued: float
-    """Unix time by the clock of the holder. Informative only: no decision depends on it."""
     duration: float = Field(gt=0, le=86400)
     """Seconds without renewal after which another worker may take over."""
     images: int = Field(0, ge=0, le=_MAX_COUNT)
@@ -238,6 +236,6 @@ def read_record(store: Store, job: str, epoch: int, *, authority: RemoteRun | No
         raise Refused(f"{store.url}/{key} is not a lease of {job} in epoch {epoch}")
     if authority is not None:
         authority.verify(record.signature, "lease", job, digest=record.digest)
-        if record.state == "done" and not authority.may_admit(record.key):
+        if record.state == "done" and not authority.trust.current.admits(record.key or ""):
             raise Refused(f"{key} ends the job as done, which only admitters and owners do")
     return record

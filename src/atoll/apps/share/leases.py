@@ -57,6 +57,8 @@ DURATION = 120.0
 # (at the default duration) before the listed key is deleted.
 KEPT_EPOCHS = 16
 """Number of epochs that stay in the store; the holder deletes older keys."""
+_KEPT = {"checkpoint", "images", "published", "total", "manifest", "failures"}
+"""Fields of a record that the next holder takes over."""
 
 
 class LeaseLost(Exception):  # noqa: N818 - not an error: another worker continues
@@ -127,15 +129,9 @@ class Lease:
             state="held",
             holder=holder or new_name(),
             nonce=uuid4().hex,
-            issued=time.time(),
             duration=duration,
             overrides=before.overrides if before and before.checkpoint else overrides or {},
-            checkpoint=before.checkpoint if before else None,
-            images=before.images if before else 0,
-            published=before.published if before else 0,
-            total=before.total if before else 0,
-            manifest=before.manifest if before else None,
-            failures=before.failures if before else 0,
+            **before.model_dump(include=_KEPT) if before else {},
         )
         lease = cls(store, job, record, since=since, authority=authority, clock=clock)
         written = lease._create_record(record)
@@ -179,7 +175,7 @@ class Lease:
             with self._pending_lock:
                 values = {**self.record.model_dump(), **self._pending, **changes}
             idle = 0.0 if self._progressed is None else since - self._progressed
-            values |= {"state": state, "epoch": self.record.epoch + 1, "issued": time.time(), "idle": max(0.0, idle)}
+            values |= {"state": state, "epoch": self.record.epoch + 1, "idle": max(0.0, idle)}
             newest = self._newest()
             taken = newest is not None and newest.nonce != self.record.nonce
             record = None if taken else self._create_record(_validated(**values))

@@ -32,29 +32,29 @@ from atoll.verify.untrusted import Refused
 def create_root(run: Path, signer: Signer) -> RootChain:
     """Create version 1 of the root. Its owner is the signer, who may also publish and admit; `add` lists others."""
     shards = [Artifact(run, name).manifest() for name in layout.shard_folders(run)]
-    count = configuration.load(run).clusters.count
-    if len(shards) != count or None in shards:
+    config = configuration.load(run)
+    if len(shards) != config.clusters.count or None in shards:
         raise AtollError(f"{run} has nothing to share yet; prepare it with: atoll prepare {run}")
     root = Root(
         run=uuid4().hex,
         version=1,
         previous=None,
-        expires=_expiry(),
+        expires=datetime.now(UTC).date() + timedelta(days=VALID_DAYS),
         owners={"owner": signer.public},
         publishers={},
-        settings=_settings_digest(run),
+        settings=hashlib.sha256(shared_part(config)).hexdigest(),
         shards=tuple(manifest.digest for manifest in shards if manifest is not None),
     )
     save_root(run, Signed(root, signer.sign(root.statement())))
-    return _own_trust(run)
+    return own_trust(run)
 
 
 def change_root(run: Path, signer: Signer, **changes: Any) -> Root:
     """Make and sign the next version of the root."""
-    trust = _own_trust(run)
+    trust = own_trust(run)
     _check_owner(trust, signer)
     before = trust.current
-    values = before.model_dump() | {"expires": _expiry()} | changes
+    values = before.model_dump() | {"expires": datetime.now(UTC).date() + timedelta(days=VALID_DAYS)} | changes
     try:
         root = Root.model_validate(values | {"version": before.version + 1, "previous": before.digest})
     except ValidationError as error:
@@ -68,19 +68,12 @@ def _check_owner(trust: RootChain, signer: Signer) -> None:
         raise AtollError(f"your key ({signer.public}) is not that of an owner of this run; pass it with --key")
 
 
-def _own_trust(run: Path) -> RootChain:
+def own_trust(run: Path) -> RootChain:
+    """Return the root in the folder of its owner."""
     trust = local_trust(run)
     if trust is None:
         raise AtollError(f"{run} is not shared yet; share it with: atoll push {run} URL")
     return trust
-
-
-def _expiry() -> Any:
-    return datetime.now(UTC).date() + timedelta(days=VALID_DAYS)
-
-
-def _settings_digest(run: Path) -> str:
-    return hashlib.sha256(shared_part(configuration.load(run))).hexdigest()
 
 
 # Push

@@ -143,13 +143,9 @@ class RemoteRun:
 
     # Signatures
 
-    def sign(
-        self, role: Role, slot: str, digest: str, *, previous: str | None = None, weights: str | None = None
-    ) -> Signature | None:
-        """Return this user's signature; None without a key."""
-        if self.signer is None:
-            return None
-        return self.signer.sign(self.trust.statement(role, slot, digest, previous=previous, weights=weights))
+    def sign(self, role: Role, slot: str, digest: str, **links: str | None) -> Signature | None:
+        """Return this user's signature; None without a key. `links` as in `RootChain.statement`."""
+        return self.signer.sign(self.trust.statement(role, slot, digest, **links)) if self.signer else None
 
     def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
         """Return the name of the signer, or raise `Refused`; `listed` as in `RootChain.verify`."""
@@ -159,20 +155,14 @@ class RemoteRun:
             self.refresh()
         return self.trust.verify(signature, role, slot, digest=digest, listed=listed)
 
-    def may_admit(self, key: str | None) -> bool:
-        """Return whether a key is that of an admitter or owner."""
-        return key is not None and self.trust.current.admits(key)
-
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
         self.trust = self.trust.extended(stored_objects(self.store, layout.ROOTS))
         check_seen(self.trust)
 
-    def write_signature(
-        self, role: Role, name: str, digest: str, *, previous: str | None = None, weights: str | None = None
-    ) -> Signature:
+    def write_signature(self, role: Role, name: str, digest: str, **links: str | None) -> Signature:
         """Sign an artifact. Its manifest is uploaded afterwards, so nobody can occupy the name of the signature."""
-        signature = self.sign(role, name, digest, previous=previous, weights=weights)
+        signature = self.sign(role, name, digest, **links)
         assert signature is not None
         self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
         return signature

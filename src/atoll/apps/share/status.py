@@ -1,11 +1,10 @@
 """`atoll status`: the state of every job of a run, in a store or in a local folder."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import yaml
@@ -151,12 +150,15 @@ def _unleased_status(store: Store, job: str, total: int) -> JobStatus | None:
 
 def as_table(lines: list[JobStatus], title: str) -> Table:
     """Return a table for a terminal of 80 columns, without empty columns."""
-    words = [_word(line) for line in lines]
+    # A job that nobody trains now is stopped, or not started.
+    idle = {
+        line.job: "stopped" if line.images else "not started" for line in lines if line.state in ("free", "missing")
+    }
     hosts = [line.where.partition(" ")[0].rpartition(":")[0] or line.where for line in lines]
     elsewhere = any(host not in ("", "this folder", socket.gethostname()) for host in hosts)
     columns = {
         "job": [line.job for line in lines],
-        "state": [f"[{STYLES.get(line.state, 'default')}]{word}[/]" for line, word in zip(lines, words, strict=True)],
+        "state": [f"[{STYLES.get(line.state, 'default')}]{idle.get(line.job, line.state)}[/]" for line in lines],
         "images": [f"{line.images / line.total:.0%} of {line.total:,}" if line.total else "" for line in lines],
         "images/s": [f"{line.rate:.1f}" if line.rate and line.state == "running" else "" for line in lines],
         "left": ["" if line.seconds_left is None else duration(line.seconds_left) for line in lines],
@@ -177,17 +179,6 @@ def as_table(lines: list[JobStatus], title: str) -> Table:
     for row in zip(*filled.values(), strict=True):
         table.add_row(row[0], row[1], *map(escape, row[2:]))
     return table
-
-
-def _word(line: JobStatus) -> str:
-    """Return the state of a job for people: one that nobody trains now is stopped, or not started."""
-    waits = line.state in ("free", "missing")
-    return ("stopped" if line.images else "not started") if waits else line.state
-
-
-def as_json(lines: list[JobStatus]) -> str:
-    """Return the status as JSON."""
-    return json.dumps([asdict(line) for line in lines])
 
 
 def watch(store: Store, remote: RemoteRun | None, seconds: float) -> Iterator[list[JobStatus]]:

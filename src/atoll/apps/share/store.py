@@ -107,7 +107,7 @@ class Store:
                 return None
             if response.meta["size"] > limit:
                 raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; the limit is {limit:,}")
-            return bytes(response.bytes())
+            return b"".join(map(bytes, response.stream()))
 
         return self._retry(get)
 

@@ -1,20 +1,17 @@
 """`atoll trust`: the changes of a run's root as an owner types them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from atoll.apps.share.owners import change_root
+from atoll.apps.share.owners import change_root, own_trust
 from atoll.apps.share.remote_run import FRAGMENT, Access, RemoteRun, split_url
 from atoll.apps.share.store import Store
 from atoll.core.errors import AtollError, unknown
 from atoll.verify.local_trust import local_snapshot, local_trust
 from atoll.verify.signing import Signer
-from atoll.verify.trust import Network, Policy, Publisher, Root, RootChain
-
-Changes = dict[str, object]
-"""New values of fields of the root."""
+from atoll.verify.trust import Policy, Root, RootChain
 
 
 def show_root(source: str) -> RootChain:
@@ -49,90 +46,53 @@ def describe(trust: RootChain) -> str:
 
 def change(run: Path, action: str, words: Sequence[str], *, experts: tuple[int, ...], signer: Signer) -> Root:
     """Make the next version of the root in the folder of its owner."""
-    trust = local_trust(run)
-    if trust is None:
-        raise AtollError(f"{run} is not shared yet; share it with: atoll push {run} URL")
-    root, changes = trust.current, Changes()  # renew: every new version is valid for a year
-    if action == "add":
-        changes = _add(root, words, experts or None)
-    elif action == "invite":
-        changes = _add(root, ("publisher", *words), experts or None)
-    elif action == "withdraw":
-        snapshot = local_snapshot(run, trust)
-        changes = _withdraw(root, words, snapshot.content.networks if snapshot else {})
-    elif action == "rotate":
-        changes = _rotate(root, words)
-    elif action == "set":
-        changes = _set(root, words)
-    return change_root(run, signer, **changes)
-
-
-def _add(root: Root, words: Sequence[str], experts: tuple[int, ...] | None) -> Changes:
-    match tuple(words):
-        case ("publisher", "anyone"):
-            return {"publishers": "anyone"}
-        case ("publisher", name, key):
-            return {"publishers": {**_publishers(root), name: {"key": key, "experts": experts}}}
-        case ("admitter", name, key):
-            return {"admitters": {**root.admitters, name: key}}
-        case ("owner", name, key):
-            return {"owners": {**root.owners, name: key}}
-    raise AtollError(
-        "expected: atoll trust RUN invite NAME KEY, add publisher|admitter|owner NAME KEY, or add publisher anyone"
-    )
-
-
-def _withdraw(root: Root, words: Sequence[str], networks: Mapping[str, Network]) -> Changes:
-    """Withdraw a network, or a key, which also leaves every list."""
-    match tuple(words):
-        case ("network", job) if job in networks:
+    trust = own_trust(run)
+    root, policy = trust.current, tuple(Policy.model_fields)
+    people = {} if root.publishers == "anyone" else root.publishers
+    made: dict[str, object] = {}  # new values of fields of the root
+    match (action, *words):
+        case ("renew",):
+            pass  # every new version is valid for a year
+        case ("add", "publisher", "anyone"):
+            made["publishers"] = "anyone"
+        case ("invite", name, key) | ("add", "publisher", name, key):
+            made["publishers"] = {**people, name: {"key": key, "experts": experts or None}}
+        case ("add", "admitter", name, key):
+            made["admitters"] = {**root.admitters, name: key}
+        case ("add", "owner", name, key):
+            made["owners"] = {**root.owners, name: key}
+        case ("withdraw", "network", job):
+            snapshot = local_snapshot(run, trust)
+            listed = snapshot.content.networks.get(job) if snapshot else None
             # The weights, too, so that the same weights with another manifest stay out.
-            return {"withdrawn": (*root.withdrawn, networks[job].manifest, networks[job].weights)}
-        case ("network", digest):
-            return {"withdrawn": (*root.withdrawn, digest)}
-        case ("key", word):
-            listed = {**{name: one.key for name, one in _publishers(root).items()}, **root.admitters, **root.owners}
-            key = listed.get(word, word)
-            publishers = {name: one for name, one in _publishers(root).items() if one.key != key}
-            return {
-                "withdrawn_keys": (*root.withdrawn_keys, key),
-                "owners": {name: one for name, one in root.owners.items() if one != key},
-                "admitters": {name: one for name, one in root.admitters.items() if one != key},
-                "publishers": root.publishers if root.publishers == "anyone" else publishers,
-            }
-    raise AtollError("expected: atoll trust RUN withdraw network JOB|DIGEST, or withdraw key NAME|KEY")
-
-
-def _rotate(root: Root, words: Sequence[str]) -> Changes:
-    """Replace the key of a person. Signatures of the old key stay valid; withdraw it if it was stolen."""
-    if len(words) != 2:
-        raise AtollError("expected: atoll trust RUN rotate NAME KEY")
-    name, key = words
-    made: Changes = {}
-    if name in root.owners:
-        made["owners"] = {**root.owners, name: key}
-    if name in root.admitters:
-        made["admitters"] = {**root.admitters, name: key}
-    if one := _publishers(root).get(name):
-        made["publishers"] = {**_publishers(root), name: {"key": key, "experts": one.experts}}
-    if not made:
-        raise AtollError(unknown("name", name, (*root.owners, *root.admitters, *_publishers(root))))
-    return made
-
-
-def _set(root: Root, words: Sequence[str]) -> Changes:
-    """Set a limit of the policy or the last day."""
-    fields = (*Policy.model_fields, "expires")
-    if len(words) != 2 or words[0] not in fields:
-        raise AtollError(f"expected: atoll trust RUN set FIELD VALUE, with a field of {', '.join(fields)}")
-    try:
-        name, value = words[0], yaml.safe_load(words[1])
-    except yaml.YAMLError as error:
-        raise AtollError(f"{words[1]!r} is not a value of {words[0]}: {error}") from error
-    if name in Policy.model_fields:
-        return {"policy": root.policy.model_dump() | {name: value}}
-    return {name: value}
-
-
-def _publishers(root: Root) -> dict[str, Publisher]:
-    return {} if root.publishers == "anyone" else root.publishers
+            digests = (listed.manifest, listed.weights) if listed else (job,)
+            made["withdrawn"] = (*root.withdrawn, *digests)
+        case ("withdraw", "key", word):  # also from every list
+            key = {**{name: one.key for name, one in people.items()}, **root.admitters, **root.owners}.get(word, word)
+            made["withdrawn_keys"] = (*root.withdrawn_keys, key)
+            made["owners"] = {name: one for name, one in root.owners.items() if one != key}
+            made["admitters"] = {name: one for name, one in root.admitters.items() if one != key}
+            if root.publishers != "anyone":
+                made["publishers"] = {name: one for name, one in people.items() if one.key != key}
+        case ("rotate", name, key):  # signatures of the old key stay valid; withdraw it if it was stolen
+            if name in root.owners:
+                made["owners"] = {**root.owners, name: key}
+            if name in root.admitters:
+                made["admitters"] = {**root.admitters, name: key}
+            if name in people:
+                made["publishers"] = {**people, name: {"key": key, "experts": people[name].experts}}
+            if not made:
+                raise AtollError(unknown("name", name, (*root.owners, *root.admitters, *people)))
+        case ("set", name, text) if name in (*policy, "expires"):
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise AtollError(f"{text!r} is not a value of {name}: {error}") from error
+            made = {"policy": root.policy.model_dump() | {name: value}} if name in policy else {name: value}
+        case _:
+            raise AtollError(
+                "expected: atoll trust RUN invite NAME KEY, add publisher|admitter|owner NAME KEY, add publisher "
+                "anyone, withdraw network JOB|DIGEST, withdraw key NAME|KEY, rotate NAME KEY, renew, or set FIELD "
+                f"VALUE with a field of {', '.join(policy)}, expires"
+            )
+    return change_root(run, signer, **made)

@@ -197,12 +197,7 @@ class Worker:
         try:
             spec, resumed = self._open_job(lease, expert)
             publisher = CheckpointPublisher(
-                self.remote,
-                lease,
-                spec,
-                every=self.publish_every,
-                stop=self.stop,
-                resumed=resumed,
+                self.remote, lease, spec, every=self.publish_every, stop=self.stop, resumed=resumed
             )
             send = True
             announced = {"folder": str(self.folder), "expert": expert, "overrides": lease.record.overrides}
