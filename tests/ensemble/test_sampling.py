@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageColor
 
 import atoll
 from atoll import cli
 from atoll.core.errors import AtollError
+from atoll.ensemble.sampler import Trace
+from atoll.ensemble.saving import COLORS, draw_trace
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
 from atoll.nets.quantization import Int8Linear, quantize
@@ -261,6 +263,15 @@ def test_the_command_writes_images_with_their_settings(run: Path, tmp_path: Path
     with Image.open(out / "routing.png") as trace:
         colors = {color for _, color in trace.getcolors(100000) or []}
         assert len(colors) > 3
+
+
+def test_weights_too_small_for_a_pixel_are_not_drawn() -> None:
+    weights = torch.tensor([[[0.998, 0.002, 0.0]], [[0.0, 0.001, 0.999]]])  # (steps, images, experts)
+    trace = Trace(torch.tensor([1.0, 0.5]), weights, weights, ("experts/000", "experts/001", "experts/002"))
+    page = np.asarray(draw_trace(trace, [Image.new("RGB", (8, 8))]))
+    bars = page[45:100, 75:]  # right of the image, below the legend
+    shown = [bool((bars == ImageColor.getrgb(color)).all(2).any()) for color in COLORS[:3]]
+    assert shown == [True, False, True]
 
 
 def test_the_command_prints_the_memory_plan_and_errors(run: Path, capsys) -> None:

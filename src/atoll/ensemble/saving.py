@@ -71,11 +71,11 @@ def draw_trace(trace: Trace, images: list[Image.Image]) -> Image.Image:
         for position in range(steps):
             bottom = float(top + _ROW)
             for weight, color in zip(trace.weights[position, number].tolist(), colors, strict=True):
-                part = weight * _ROW
-                if part > 0:
+                top_of_part = bottom - weight * _ROW
+                if round(top_of_part) < round(bottom):  # a small weight may have no pixel
                     x = left + step * position
-                    pen.rectangle((x, round(bottom - part), x + step - 2, round(bottom) - 1), fill=color)
-                bottom -= part
+                    pen.rectangle((x, round(top_of_part), x + step - 2, round(bottom) - 1), fill=color)
+                bottom = top_of_part
     for position in range(0, steps, max(1, steps // 5)):
         pen.text((left + step * position, _LEGEND), f"t = {float(trace.t[position]):.2f}", fill="black")
     return page
