@@ -296,26 +296,33 @@ class Sampler:
                 if self.interrupt:
                     break
 
-        # Join the batches of all processes.
+        # Join the batches of all processes. An interrupt leaves out the batches that were not begun.
+        done = torch.zeros(count, dtype=torch.int32)
+        for part in mine[: len(made)]:
+            done[part] = 1
+        kept = processes.sum(done).nonzero()[:, 0]
         routes = None
         if trace:
+            # It also ends a batch after fewer evaluations; the trace has those of all images.
+            shortest = min(min(lengths) for lengths in processes.on_all(lambda: list(map(len, decisions))) if lengths)
+            decisions = [part[:shortest] for part in decisions]
             t = processes.on_main(lambda: [float(decision.t[0]) for decision in decisions[0]])
             p = [torch.stack([one.probabilities for one in part], 1) for part in decisions]
             weights = [torch.stack([one.weights for one in part], 1) for part in decisions]
             routes = Trace(
                 torch.tensor(t),
-                _join(p, mine, count, processes).transpose(0, 1),
-                _join(weights, mine, count, processes).transpose(0, 1),
+                _join(p, mine, kept, processes).transpose(0, 1),
+                _join(weights, mine, kept, processes).transpose(0, 1),
                 tuple(expert.name for expert in self.ensemble.declarations),
             )
         names = [
             " / ".join(str(own) for own in (None if embeds else text, name) if own is not None) or None
             for text, name in pairs
         ]
-        pixels = _join(images, mine, count, processes).numpy()
+        pixels = _join(images, mine, kept, processes).numpy()
         return Samples(
-            _join(made, mine, count, processes), [Image.fromarray(image) for image in pixels], names[: len(pixels)],
-            chosen, routes, dtype_name(self.dtype), size,
+            _join(made, mine, kept, processes), [Image.fromarray(image) for image in pixels],
+            [names[number] for number in kept.tolist()], chosen, routes, dtype_name(self.dtype), size,
         )  # fmt: skip
 
     sample = _images_only(generate)
@@ -622,8 +629,8 @@ def evaluated_at(settings: SampleSettings) -> list[float]:
     return times + times[1:] if "heun" in settings.solver else times
 
 
-def _join(parts: Sequence[Tensor], mine: Sequence[slice], count: int, processes: DistContext) -> Tensor:
-    """Return the rows (images, …) of all processes in the order of images, from the batches `mine` of this process.
+def _join(parts: Sequence[Tensor], mine: Sequence[slice], kept: Tensor, processes: DistContext) -> Tensor:
+    """Return the rows `kept` (images, …) of all processes, from the first of the batches `mine` of this process.
 
     Every image is computed by one process and zero in the others, so the sum over the processes is exact.
     """
@@ -631,7 +638,7 @@ def _join(parts: Sequence[Tensor], mine: Sequence[slice], count: int, processes:
         return torch.cat(list(parts))
     # A process without a batch has no tensor to take shape and dtype from; the main process has the first batch.
     shape, dtype = processes.on_main(lambda: (parts[0].shape[1:], dtype_name(parts[0].dtype)))
-    rows = torch.zeros(count, *shape, dtype=getattr(torch, dtype))
-    for images, part in zip(mine, parts, strict=True):
+    rows = torch.zeros(int(kept[-1]) + 1, *shape, dtype=getattr(torch, dtype))
+    for images, part in zip(mine, parts, strict=False):  # after an interrupt there are fewer parts
         rows[images] = part.cpu()
-    return processes.sum(rows)
+    return processes.sum(rows)[kept]
