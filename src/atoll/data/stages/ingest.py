@@ -23,6 +23,7 @@ from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError, shown
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
+from atoll.core.prepared import READING
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
 from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
@@ -31,8 +32,6 @@ from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptio
 from atoll.data.stages.stage import AGAIN, KEYS, PrepareJob, Stage
 
 NAME = layout.INGEST
-_READING = {"kind", "image", "caption", "label", "id", "split", "val_fraction"}
-"""Settings that say how the source is read."""
 TAB = "\t"
 _FOLDER = PARTS.partition("/")[0]
 _REJECTION = [("file", pa.string()), ("reason", pa.string())]
@@ -43,14 +42,16 @@ _NAMED = 10
 
 def open_configured(data: DataSection) -> Source:
     """Open the source that a run's configuration names."""
-    options = SourceOptions(**data.model_dump(include=_READING), caption_lines=data.caption_lines)
+    options = SourceOptions(**data.model_dump(include=set(READING)), caption_lines=data.caption_lines)
     return open_source(data.source, options)
 
 
 def made_from(job: PrepareJob) -> Inputs:
     """Return the source and the settings that the index is made from."""
     data = job.config.data
-    settings = data.model_dump(include={*_READING, "resolution", "chunk", "buckets"})
+    settings = data.model_dump(include={*READING, "resolution", "chunk", "buckets"})
+    if data.caption_lines:
+        settings["caption_lines"] = True
     # Without buckets, the options of buckets have no effect.
     if data.buckets != "off":
         settings |= {"max_upscale": data.max_upscale, "multiple": job.multiple}
