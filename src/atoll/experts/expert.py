@@ -244,7 +244,7 @@ class OpenExpert:
 
     @property
     def conditioning(self) -> frozenset[str]:
-        """What the network is conditioned on: any of text, pooled and label."""
+        """What the network is conditioned on: any of text, pooled, label and arguments."""
         return self.declaration.conditioning
 
     @property

@@ -55,7 +55,8 @@ of x0 networks (`flow.objectives.MAX_WEIGHT` is 1/0.05²). On exact mixtures wit
 VALIDATION_STREAM = 14
 """Stream of the times. A stream number is arbitrary but must never change or be used twice."""
 NOISE_SEED_OFFSET = 1
-"""Training noise comes from the seed; validation images must not repeat the noise of training images."""
+"""Training draws eps from the seed, and validation must not repeat it. (The noise of posterior samples has the seed and
+the stream of training: it disturbs other images.)"""
 
 
 class _BatchSlice(NamedTuple):
@@ -170,7 +171,8 @@ def validate(
 ) -> Summary:
     """Return the error of a velocity field against eps - x0 on validation images (see above), overall and by time.
 
-    `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled and label.
+    `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled, label and
+    arguments.
     """
     validation = ValidationSet(shards, seed, limit)
     if not len(validation):

@@ -1,4 +1,4 @@
-"""The training loop: forward, loss, backward, step, EMA, save. One loop for expert, router, monolith and student.
+"""The training loop: forward, loss, backward, step, EMA, save. One loop for all training jobs.
 
 Progress is counted in images, and `images` is the only clock. A step takes `batch_size` positions of an endless stream,
 images … images + batch_size - 1, divided into `grad_accum_steps` micro-batches, each divided between the processes:

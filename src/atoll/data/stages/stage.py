@@ -7,7 +7,7 @@ bytes do not depend on which worker made what.
 The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
 
 A changed setting is an error, which names the change. If the source or an artifact of an earlier stage changed, the
-stage begins again, and keeps the chunks that did not change.
+stage begins again. The index and the stages with chunks of tensors keep those that did not change.
 """
 
 import os
