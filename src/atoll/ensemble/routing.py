@@ -32,9 +32,6 @@ from atoll.flow import rng
 
 NEGLIGIBLE = 1e-7
 """Smaller weights are set to 0, so that their experts need not run: float32 rounds at 6e-8 of the largest weight."""
-DRAW_STREAM = 1 << 20
-"""Random stream of drawn and of the first step of sample-1; later steps of sample-1 use the streams after it. It is far
-above all other stream numbers, so that no number of steps reaches one of them."""
 RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
     *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
@@ -111,7 +108,7 @@ class Routing:
 
     def stream(self, evaluation: int) -> int:
         """Return the random stream of an evaluation: sample-1 draws anew each time, drawn only once."""
-        return DRAW_STREAM + (evaluation if any(rule.name == "sample" for rule in self.rules) else 0)
+        return rng.Stream.DRAW + (evaluation if any(rule.name == "sample" for rule in self.rules) else 0)
 
     def final_weights(self, rule: Rule, state: "RoutingState") -> Tensor | None:
         """Return the weights (images, experts) of all later steps once they are known, else None.

@@ -43,8 +43,6 @@ from atoll.nets import Condition, concatenate
 from atoll.nets.arguments import ArgumentTable
 from atoll.nets.conditioning import OF_PROMPTS
 
-NOISE_STREAM = 21
-"""Random stream of the initial noise. Stream numbers are arbitrary; changing one changes every image."""
 DECODE_BATCH = 16
 """Latents that are decoded at once. For one image the autoencoder needs more memory than the networks, because it works
 at full resolution; so its batches are smaller."""
@@ -454,7 +452,7 @@ class Sampler:
             return torch.cat([self.noise(1, own, size=size) for own in seed])
         size = size or self.ensemble.sizes[0]
         shape = (count, self.ensemble.shape[0], size.height, size.width)
-        return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
+        return upload(rng.normal(shape, seed=seed, stream=rng.Stream.SAMPLE, first=first), self.ensemble.device)
 
     def run(
         self,

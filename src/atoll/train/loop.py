@@ -40,8 +40,6 @@ from atoll.train.muon import Muon
 from atoll.train.previews import save_preview, validation_loss
 from atoll.train.tasks import Losses, Task, TrainingInputs
 
-DROPOUT_STREAM = 18
-"""Random stream of dropout. Each use of randomness has its own number."""
 REQUEUE = 75
 """Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
 
@@ -98,7 +96,7 @@ def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None =
         while images < settings.total_images:
             lr = learning_rate(images, settings)
             # The dropout of an adapter draws from torch's own generator, which checkpoints do not contain.
-            torch.manual_seed(rng.key(task.seed, DROPOUT_STREAM, images + processes.rank))
+            torch.manual_seed(rng.key(task.seed, rng.Stream.ADAPTER_DROPOUT, images + processes.rank))
             losses = train_step(task, wrapped, batches, state=state, lr=lr, processes=processes, check=check)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)
