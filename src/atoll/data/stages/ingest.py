@@ -26,9 +26,10 @@ from atoll.core.manifests import INGEST, BucketContent, IngestContent
 from atoll.core.prepared import READING
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
+from atoll.data.images import BadImage
 from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, digest
+from atoll.data.sources.source import Source, SourceImage, SourceOptions, digest
 from atoll.data.stages.stage import AGAIN, KEYS, PrepareJob, Stage
 
 NAME = layout.INGEST

@@ -77,12 +77,12 @@ class ShardsStage(Stage):
     def made_from(self) -> Inputs:
         """Return the common inputs of the shards of all clusters."""
         run, config = self.job.run, self.job.config
-        _, _, text, patches = self.earlier
+        _, _, text_stage, patches_stage = self.earlier
         return {
             "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
             "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
-            "text": None if text.unneeded() else Artifact(run, layout.TEXT).open(TEXT).digest,
-            "patches": None if patches.unneeded() else Artifact(run, layout.PATCHES).open(PATCHES).digest,
+            "text": None if text_stage.unneeded() else Artifact(run, layout.TEXT).open(TEXT).digest,
+            "patches": None if patches_stage.unneeded() else Artifact(run, layout.PATCHES).open(PATCHES).digest,
             "shard_rows": config.data.shard_rows,
             "normalization": config.latents.normalization,
             "flip": config.data.flip,
@@ -99,10 +99,10 @@ class ShardsStage(Stage):
 
     def make(self, artifact: Artifact) -> ShardsContent:
         cluster = [made for made, _ in self.outputs()].index(artifact)
-        _, _, text, patches = self.earlier
+        _, _, text_stage, patches_stage = self.earlier
         run, index = self.job.run, self.job.open_index()
-        captions = None if text.unneeded() else _text_spec(run, index)
-        parts = None if patches.unneeded() else _patch_spec(run)
+        captions = None if text_stage.unneeded() else _text_spec(run, index)
+        parts = None if patches_stage.unneeded() else _patch_spec(run)
         return _Writer.of(self.job, captions, parts).cluster(artifact, cluster)
 
     def state(self) -> str:
