@@ -89,8 +89,9 @@ def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None =
     logger = MetricsLogger(task.spec, processes, done=images, seconds=seconds)
 
     def due(every: int) -> bool:
-        """Return whether the last step crossed a multiple of `every` images."""
-        return bool(every) and (done or images // every > (images - settings.batch_size) // every)
+        """Return whether the last step crossed a multiple of `every` images, or was the last of all."""
+        last = images >= settings.total_images
+        return bool(every) and (last or images // every > (images - settings.batch_size) // every)
 
     with logger, stop_signals() as stop, saver:
         while images < settings.total_images:
