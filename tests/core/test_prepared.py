@@ -11,7 +11,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import INGEST
 from atoll.core.prepared import check_overrides
-from atoll.data.prepare import open_job
+from atoll.data.prepare import open_preparation
 from atoll.data.stages import ingest
 from shapes import write_run
 
@@ -55,7 +55,7 @@ def test_recorded_values_of_other_preparations_are_compared(shapes: Path, tmp_pa
             check(with_patches, **{"features.patch_dimensions": value})
     data = {"buckets": ["32x32", "32x48"], "max_upscale": 3.0, "caption_lines": True}
     run = tmp_path / "run"
-    job = open_job(run, write_run(run, shapes, data=data))
+    job = open_preparation(run, write_run(run, shapes, data=data))
     index = Artifact(run, layout.INGEST)
     index.begin(INGEST, ingest.made_from(job))
     index.commit({})
