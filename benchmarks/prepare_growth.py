@@ -39,7 +39,7 @@ from atoll.core.config import Config
 from atoll.core.sizes import Size
 from atoll.data.index import SCHEMA
 from atoll.data.kmeans import nearest_center
-from atoll.data.prepare import open_job, prepare, stages_of
+from atoll.data.prepare import open_preparation, prepare, stages_of
 from atoll.data.sources.fields import Ids
 from atoll.data.stages import ingest, latents
 from atoll.data.stages.ingest import open_configured
@@ -97,10 +97,10 @@ def settings(source: Path) -> Config:
 
 def write_pass(folder: Path, config: Config) -> None:
     """Write the chunks that the pass would write: parts of the index, random features, random latents."""
-    job = open_job(folder, config)
-    for stage in stages_of(job)[:3]:  # ingest, features, latents
+    preparation = open_preparation(folder, config)
+    for stage in stages_of(preparation)[:3]:  # ingest, features, latents
         stage.begin()
-    stream, generator = job.source.images(), torch.Generator().manual_seed(0)
+    stream, generator = preparation.source.images(), torch.Generator().manual_seed(0)
     centers = torch.randn(CLUSTERS * 32, DIMENSIONS, generator=generator)
     size, chunk = Size.square(SIDE), 0
     while images := list(islice(stream, config.data.chunk)):
@@ -113,7 +113,7 @@ def write_pass(folder: Path, config: Config) -> None:
         mean = {"mean": torch.rand(len(images), 3, SIDE, SIDE, generator=generator).half()}
         train = torch.tensor([image.split == "train" for image in images])
         Artifact(folder, layout.LATENTS).write_tensors(f"{key}.safetensors", {**mean, **latents.moments(mean, train)})
-        ingest.write_part(job, chunk, key, part)
+        ingest.write_part(preparation, chunk, key, part)
         chunk += 1
 
 

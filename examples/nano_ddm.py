@@ -291,8 +291,8 @@ def sample(model: Expert | Mixture, noise: Tensor, steps: int) -> Tensor:
 def validation_error(model: Expert | Mixture, images: Tensor, bins: int = 10) -> float:
     """Return the mean squared error of the velocity on images (N, 3, H, W), each noised once in each time bin.
 
-    At small t an error of x0 is divided by t, but the solver never gets there: below t = 0.05, where the last of 20
-    Euler steps would begin, the squared error has the weight (t / 0.05)^2.
+    At small t an error of x0 is divided by t, and the mean of its square over all t is infinite. Below t = 0.05, where
+    the last of 20 Euler steps would begin, the squared error therefore has the weight (t / 0.05)^2.
     """
     generator = torch.Generator().manual_seed(0)  # the same times and noise for every model
     errors = []

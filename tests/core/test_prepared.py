@@ -7,18 +7,24 @@ import pytest
 
 from atoll import cli
 from atoll.core import config, layout
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
+from atoll.core.manifests import INGEST
 from atoll.core.prepared import check_overrides
+from atoll.data.prepare import open_preparation
+from atoll.data.stages import ingest
+from shapes import write_run
 
 CHANGED = {
     "data.resolution": "48", "data.chunk": "8", "data.buckets": "auto", "data.flip": "true", "data.shard_rows": "99",
     "features.model": "other", "clusters.count": "4", "clusters.seed": "1", "latents.dtype": "float32",
-    "latents.normalization": "scale", "text.max_tokens": "13",
+    "latents.normalization": "scale", "text.max_tokens": "13", "data.caption_lines": "true",
+    "features.patch_dimensions": "16",
 }  # fmt: skip
 SAME = {
     "data.resolution": "32", "data.flip": "false", "data.buckets": "off", "clusters.count": "3",
     "text.encoder": "minilm", "latents.normalization": "per-channel", "data.workers": "7",
-    "data.source": "moved", "train.lr": "0.5",
+    "data.source": "moved", "train.lr": "0.5", "data.caption_lines": "false", "features.patch_dimensions": "0",
 }  # fmt: skip
 
 
@@ -40,6 +46,24 @@ def test_settings_that_the_prepared_data_fixes_cannot_be_overridden(some_run: Pa
         with pytest.raises(AtollError, match=f"--{key}: the data of .* was prepared with"):
             check(some_run, **{key: value})
     check(some_run, **SAME)
+
+
+def test_recorded_values_of_other_preparations_are_compared(shapes: Path, tmp_path: Path, with_patches: Path) -> None:
+    check(with_patches, **{"features.patch_dimensions": "64"})
+    for value in ("0", "32"):
+        with pytest.raises(AtollError, match=f"prepared with 64, so training cannot use {value}"):
+            check(with_patches, **{"features.patch_dimensions": value})
+    data = {"buckets": ["32x32", "32x48"], "max_upscale": 3.0, "caption_lines": True}
+    run = tmp_path / "run"
+    job = open_preparation(run, write_run(run, shapes, data=data))
+    index = Artifact(run, layout.INGEST)
+    index.begin(INGEST, ingest.made_from(job))
+    index.commit({})
+    (run / layout.shards(0)).mkdir(parents=True)
+    check(run, **{"data.max_upscale": "3", "data.caption_lines": "true"})
+    for key, value in {"data.max_upscale": "2", "data.caption_lines": "false"}.items():
+        with pytest.raises(AtollError, match=f"--{key}: the data of .* was prepared with"):
+            check(run, **{key: value})
 
 
 def test_overrides_of_the_preparation_are_allowed_after_it(prepared: Path, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from atoll.core.errors import AtollError
+from atoll.data.images import BadImage, decode
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import BadImage, decode
 
 
 def read(folder: str) -> dict[str, object]:

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
+from atoll.data.images import BadImage
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import BadImage, SourceImage, SourceOptions, split_of
+from atoll.data.sources.source import SourceImage, SourceOptions, split_of
 
 Row = dict[str, object]
 

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from atoll.core.errors import AtollError
+from atoll.data.images import decode
 from atoll.data.sources.emoji import PACKAGES, STYLES, _package_folder, draw, every_emoji
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import SourceImage, SourceOptions, decode
+from atoll.data.sources.source import SourceImage, SourceOptions
 
 
 @pytest.fixture(scope="module")

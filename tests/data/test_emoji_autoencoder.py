@@ -8,8 +8,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from atoll.data.images import decode
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import decode
 from atoll.encoders.autoencoder import EMOJI
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from atoll.core.errors import AtollError
-from atoll.data.dataset import FLIP_STREAM, Shards
+from atoll.data.dataset import Shards
 from atoll.encoders.autoencoder import open_codec
 from atoll.flow import rng
 from autoencoders import write_autoencoder
@@ -87,7 +87,7 @@ def test_training_draws_flips_by_position(flipped: Path, world_size: int) -> Non
     for each in streams:
         each.close()  # type: ignore[attr-defined]
     positions = np.arange(48, dtype=np.uint64)
-    draws = rng.uniform(48, seed=7, stream=FLIP_STREAM, first=0) < 0.5
+    draws = rng.uniform(48, seed=7, stream=rng.Stream.FLIP, first=0) < 0.5
     expected = shards.read(shards.order(positions, 7)).mean
     expected = torch.where(draws[:, None, None, None], expected.flip(-1), expected)
     assert torch.equal(torch.cat(batches), expected)
@@ -95,7 +95,7 @@ def test_training_draws_flips_by_position(flipped: Path, world_size: int) -> Non
 
 
 def test_half_of_the_images_are_mirrored() -> None:
-    draws = rng.uniform(10_000, seed=3, stream=FLIP_STREAM, first=0) < 0.5
+    draws = rng.uniform(10_000, seed=3, stream=rng.Stream.FLIP, first=0) < 0.5
     # Four standard deviations of a binomial distribution.
     assert abs(int(draws.sum()) - 5_000) < 4 * 50
 

@@ -12,7 +12,7 @@ from hard_sources import KINDS, write_source
 
 from atoll.core.errors import AtollError
 from atoll.data.chunks import WorkerShare
-from atoll.data.prepare import open_job, plan, prepare
+from atoll.data.prepare import open_preparation, plan, prepare
 from shapes import write_run
 
 CHUNKS = {"folder": 8, "webdataset": 7, "parquet": 9}
@@ -62,7 +62,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     config = write_run(run, kinds / kind, data={"chunk": 5, "max_rejects": 0.2})
     for index in order[:-1]:
         prepare(run, config, ["ingest"], worker=WorkerShare(index, len(order)))
-        state = plan(open_job(run, config))[0]["state"]
+        state = plan(open_preparation(run, config))[0]["state"]
         assert f"this worker is done; all workers together: {state}" in capsys.readouterr().out
         assert state.endswith(f" of {CHUNKS[kind]} chunks")
     prepare(run, config, ["ingest"], worker=WorkerShare(order[-1], len(order)))

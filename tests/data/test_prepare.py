@@ -21,7 +21,7 @@ from atoll.data import chunks
 from atoll.data.chunks import WorkerShare
 from atoll.data.index import Index
 from atoll.data.kmeans import nearest_center
-from atoll.data.prepare import STAGES, open_job, prepare, stages_of
+from atoll.data.prepare import STAGES, open_preparation, prepare, stages_of
 from atoll.data.stages import latents
 from atoll.data.stages.clusters import Partition
 from autoencoders import write_autoencoder
@@ -246,7 +246,7 @@ def test_several_workers_divide_each_stage_alone(prepared: Path, tmp_path: Path,
         if stage.name == "shards":
             prepare(run, config, ["clusters"])
         for index in () if stage.name == "patches" else (2, 0, 1):
-            done = {made.name: made.done() for made in stages_of(open_job(run, config))}
+            done = {made.name: made.done() for made in stages_of(open_preparation(run, config))}
             assert not done[stage.name]
             prepare(run, config, [stage.name], worker=WorkerShare(index, 3))
     assert without_settings(run) == without_settings(prepared)

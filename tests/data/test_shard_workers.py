@@ -10,7 +10,7 @@ import pytest
 
 from atoll.core import config as configuration
 from atoll.data.chunks import WorkerShare
-from atoll.data.prepare import open_job, plan, prepare
+from atoll.data.prepare import open_preparation, plan, prepare
 
 
 def shards(run: Path) -> dict[str, bytes]:
@@ -36,7 +36,7 @@ def test_each_worker_writes_its_clusters(
         written |= {f"cluster_{cluster:03d}" for cluster in range(index, clusters, len(order))}
         assert {name.partition("/")[0] for name in shards(run)} == written
         assert shards(run) == {name: data for name, data in expected.items() if name.partition("/")[0] in written}
-        state = plan(open_job(run, config))[-1]["state"]
+        state = plan(open_preparation(run, config))[-1]["state"]
         said = capsys.readouterr().out
         if len(written) < clusters:
             assert state == (f"{len(written)} of {clusters} folders" if written else "to do")
@@ -55,11 +55,11 @@ from pathlib import Path
 import pyarrow.parquet, safetensors.torch, torch
 from atoll.core import artifacts, config
 from atoll.data.chunks import WorkerShare
-from atoll.data.prepare import open_job, plan, prepare
+from atoll.data.prepare import open_preparation, plan, prepare
 
 run, kills = Path(sys.argv[1]), 0
 flush = artifacts._flush
-plan(open_job(run, config.load(run)))  # hashes the weights of the networks once, for all forks
+plan(open_preparation(run, config.load(run)))  # hashes the weights of the networks once, for all forks
 
 def start(index, survived):
     child = os.fork()

@@ -18,10 +18,11 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
+from atoll.data.images import BadImage
 from atoll.data.sources.fields import Ids
 from atoll.data.sources.image_folder import folders
 from atoll.data.sources.open import find_kind, open_source
-from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, describe, survey
+from atoll.data.sources.source import Source, SourceImage, SourceOptions, describe, survey
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import PIPELINE
 from atoll.ensemble import Ensemble
-from atoll.ensemble.sampler import NOISE_STREAM
 from atoll.experts.expert import NetworkReference
 from atoll.experts.run import expert_of_run
 from atoll.flow import rng
@@ -294,7 +293,7 @@ def test_the_paris_release_gives_the_images_of_its_reference_sampler(release: Pa
     prompts = ["a red apple", "a blue boat", "a boat"]
     ensemble = atoll.load(release)
     made = ensemble.generate(prompts, num_inference_steps=5, guidance_scale=7.5, routing="top-2", seed=1, trace=True)
-    noise = rng.normal((3, 4, 8, 8), seed=1, stream=NOISE_STREAM, first=0)
+    noise = rng.normal((3, 4, 8, 8), seed=1, stream=rng.Stream.SAMPLE, first=0)
     latents, pixels = reference(release, prompts, noise, 5, 7.5)
     assert made.trace is not None
     assert len(made.trace.weights.argmax(-1).unique()) > 1

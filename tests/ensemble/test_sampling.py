@@ -2,7 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +15,9 @@ from PIL import Image, ImageColor
 
 import atoll
 from atoll import cli
+from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
-from atoll.ensemble.sampler import Trace
+from atoll.ensemble.sampler import Sampler, Trace
 from atoll.ensemble.saving import COLORS, draw_trace
 from atoll.flow import SOLVERS
 from atoll.nets import Condition, DiT, PreparedCondition, load_network
@@ -49,6 +54,57 @@ def test_a_seed_gives_the_same_image_at_any_batch_size(run: Path, routing: str) 
     torch.testing.assert_close(fewer.latents, whole.latents[:4], **ROUNDING)
     other = ensemble.generate(PROMPTS, num_images=7, routing=routing, seed=1, **QUICK)
     assert (other.latents - whole.latents).flatten(1).abs().mean(1).min() > 0.05
+
+
+class ThreadContext(DistContext):
+    """One of several threads that take the places of processes; `results` and `barrier` are common to all."""
+
+    def __init__(self, rank: int, results: list[Any], barrier: Barrier) -> None:
+        super().__init__(rank, len(results), torch.device("cpu"))
+        self.__dict__ |= {"results": results, "barrier": barrier}
+
+    def on_all(self, work: Callable[[], Any]) -> list[Any]:
+        self.results[self.rank] = work()
+        self.barrier.wait()
+        found = list(self.results)
+        self.barrier.wait()
+        return found
+
+    def sum(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.on_all(lambda: rows)).sum(0, dtype=rows.dtype)
+
+
+@pytest.mark.parametrize(("processes", "kept"), [(1, [0, 1, 2, 3]), (2, [0, 1, 2, 3, 6])])
+def test_an_interrupt_leaves_out_the_batches_that_were_not_begun(run: Path, processes: int, kept: list[int]) -> None:
+    """The main process is interrupted in the second of its batches if it is alone, and else in its first one."""
+    settings = {"num_images": 7, "batch_size": 2, "trace": True, "routing": "top-2", **QUICK}
+    whole, stop = atoll.load(run).generate(PROMPTS, **settings), 2 - processes
+    results, barrier = [None] * processes, Barrier(processes)
+
+    def work(rank: int) -> Any:
+        begun = []
+
+        def on_step_end(sampler: Sampler, step: int, *_: Any) -> None:
+            begun.extend([step] if step == 0 else [])
+            sampler.interrupt = rank == 0 and len(begun) == stop + 1 and step == 1
+
+        context = ThreadContext(rank, results, barrier)
+        try:
+            return atoll.load(run).generate(PROMPTS, callback_on_step_end=on_step_end, processes=context, **settings)
+        except BaseException:
+            barrier.abort()  # ends the other thread too
+            raise
+
+    with ThreadPoolExecutor(processes) as pool:
+        for made in pool.map(work, range(processes)):
+            partly = slice(2 * stop, 2 * stop + 2)  # the images of the interrupted batch
+            finished = [row for row in range(len(kept)) if row not in range(7)[partly]]
+            assert torch.equal(made.latents[finished], whole.latents[kept][finished])
+            assert not torch.isclose(made.latents[partly], whole.latents[kept][partly]).all(-1).any()
+            assert len(made.images) == len(kept)
+            assert made.prompts == [whole.prompts[number] for number in kept]
+            assert torch.equal(made.trace.t, whole.trace.t[:2])
+            assert torch.equal(made.trace.weights, whole.trace.weights[:2, kept])
 
 
 def test_drawing_an_expert_by_an_unconditioned_router_gives_a_warning(

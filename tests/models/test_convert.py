@@ -6,10 +6,11 @@ import torch
 from atoll.apps.models.convert import convert, read_source
 from atoll.apps.models.fold import STEPS, FlowMatchingOptions, activated_embeddings, time_table
 from atoll.cli import main
+from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError
 from atoll.core.networks import read_network
 from atoll.nets import Condition, DiT, DiTConfig, Router, RouterConfig, build, load_network, save_network
-from atoll.nets.io import sha256, write_weights
+from atoll.nets.io import write_weights
 from models.dit_release import release_forward, release_state
 
 WIDTH, HEADS, CLASSES = 48, 2, 10
@@ -132,8 +133,8 @@ def test_conversion_json_lists_changes_and_hashes(release, tmp_path, capsys):
     assert main(["convert", str(file), str(out), "--to", "flow-matching", "--heads", str(HEADS)]) == 0
     printed = capsys.readouterr().out
     account = json.loads((out / "conversion.json").read_text())
-    assert account["source"] == {"file": file.name, "layout": "dit", "sha256": sha256(file)}
-    assert account["files"] == {name: sha256(out / name) for name in account["files"]}
+    assert account["source"] == {"file": file.name, "layout": "dit", "sha256": sha256_of(file)}
+    assert account["files"] == {name: sha256_of(out / name) for name in account["files"]}
     actions = {change["item"]: change["action"] for change in account["changes"]}
     assert actions["modulation of the blocks"] == "folded"
     assert actions["final layer"] == actions["text projection"] == actions["cross-attention"] == "new"

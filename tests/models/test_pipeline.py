@@ -13,7 +13,7 @@ import torch
 import atoll
 from atoll.apps.models.pipeline import AtollPipeline, ExpertModel
 from atoll.core.errors import AtollError
-from atoll.ensemble.sampler import NOISE_STREAM, Sampler
+from atoll.ensemble.sampler import Sampler
 from atoll.flow import rng
 from ensemble.runs import write_run
 
@@ -150,7 +150,7 @@ def test_scheduler_times_uses_the_times_of_the_scheduler(pipe: AtollPipeline, co
     """The usual loop of diffusers over the same velocity gives the same latents."""
     ensemble, scheduler = atoll.load(conditioned_run), diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(FEW["num_inference_steps"])
-    x = rng.normal((4, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
+    x = rng.normal((4, 3, 8, 8), seed=0, stream=rng.Stream.SAMPLE, first=0)
     condition = ensemble.encode(labels=LABELS)
     for timestep in scheduler.timesteps:
         v = ensemble.ensemble.velocity(x, float(timestep) / 1000, condition, guidance_scale=4.0)
@@ -187,7 +187,7 @@ def test_an_image_with_its_own_generator_does_not_depend_on_the_others(pipe: Ato
 
 
 def test_latents_are_the_noise(pipe: AtollPipeline) -> None:
-    noise = rng.normal((4, 3, 8, 8), seed=6, stream=NOISE_STREAM, first=0)
+    noise = rng.normal((4, 3, 8, 8), seed=6, stream=rng.Stream.SAMPLE, first=0)
     assert torch.equal(pipe(label=LABELS, latents=noise, **FEW).images, pipe(label=LABELS, seed=6, **FEW).images)
     with pytest.raises(AtollError, match="4 latents for 1 images"):
         pipe(label="circle", latents=noise, **FEW)
@@ -205,7 +205,7 @@ def test_encoded_prompts_replace_prompts(text_pipe: AtollPipeline) -> None:
 def test_guidance_moves_away_from_the_negative_prompt(text_pipe: AtollPipeline, text_run: Path) -> None:
     """v = v(negative) + g (v(prompt) - v(negative)), with the router's weights for each of the two prompts."""
     sampler = atoll.load(text_run)
-    x = rng.normal((2, 3, 8, 8), seed=0, stream=NOISE_STREAM, first=0)
+    x = rng.normal((2, 3, 8, 8), seed=0, stream=rng.Stream.SAMPLE, first=0)
     for routing in ("top-1", "nearest:full"):
         v, away = (
             sampler.ensemble.velocity(x, 1.0, sampler.encode(prompts), routing=routing)

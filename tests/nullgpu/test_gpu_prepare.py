@@ -15,7 +15,7 @@ from atoll.core import config as configuration
 from atoll.core.device import Download, device
 from atoll.data import one_pass
 from atoll.data.chunks import WorkerShare
-from atoll.data.prepare import open_job, stages_of
+from atoll.data.prepare import open_preparation, stages_of
 
 pytestmark = pytest.mark.slow
 CHUNKS = 2
@@ -56,9 +56,9 @@ def test_the_pass_waits_once_for_each_batch(
 
     monkeypatch.setattr(one_pass, "_Batches", WatchedBatches)
     monkeypatch.setattr(one_pass, "Download", WatchedDownload)
-    job = open_job(run, configuration.load(run))
+    preparation = open_preparation(run, configuration.load(run))
     with ExitStack() as stack:
-        one_pass.run_pass(job, [stage for stage in stages_of(job) if stage.in_pass], WorkerShare())
+        one_pass.run_pass(preparation, [stage for stage in stages_of(preparation) if stage.in_pass], WorkerShare())
     assert set(batches) == {"features", "latents", "patches"}
     assert len(batches) > 40
     assert sum(seen[0].synchronizations.values()) == len(batches), seen[0].synchronizations

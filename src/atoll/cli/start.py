@@ -171,7 +171,7 @@ class Prepare:
 
     def show(self, config: configuration.Config) -> None:
         """Print the plan."""
-        from atoll.data.prepare import open_job, plan, stages_of
+        from atoll.data.prepare import open_preparation, plan, stages_of
         from atoll.data.sources.source import describe, survey
         from atoll.data.stages.ingest import open_configured
 
@@ -179,12 +179,12 @@ class Prepare:
         source = open_configured(config.data)
         if not self.json:
             describe(survey(source))
-        job = open_job(self.folder, config, source)
-        steps = [step for step in plan(job) if not self.stage or step["stage"] in self.stage]
+        preparation = open_preparation(self.folder, config, source)
+        steps = [step for step in plan(preparation) if not self.stage or step["stage"] in self.stage]
         if self.json:
             print(json.dumps(steps))
             return
         for step in steps:
             print(f"{step['stage']:<9} {step['state']:<22} {step['uses']}")
-        for note in filter(None, (stage.note() for stage in stages_of(job))):
+        for note in filter(None, (stage.note() for stage in stages_of(preparation))):
             print(f"note: {note}")

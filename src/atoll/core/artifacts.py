@@ -247,7 +247,7 @@ class Artifact:
         return self.manifest() is not None
 
     def outdated(self, kind: ArtifactKind[Any], made_from: Inputs, follows: Collection[str]) -> bool:
-        """Return whether inputs changed, and all of them are in `follows`."""
+        """Return whether inputs changed, only those that its stage may follow: it is remade instead of refused."""
         was, now = self._plan(), _Plan.of(kind, made_from)
         if was is None or (was.kind, was.version) != (now.kind, now.version):
             return False

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from atoll.core import config as configuration
 from atoll.core import layout
@@ -11,10 +12,12 @@ from atoll.core.config import Config
 from atoll.core.config_sections import ClustersSection, TextSection
 from atoll.core.errors import AtollError
 
-_READING = ("kind", "image", "caption", "label", "id", "split", "val_fraction", "resolution", "chunk", "buckets")
+READING = ("kind", "image", "caption", "label", "id", "split", "val_fraction")
+"""Settings of `data` that say how the source is read."""
 _RECORDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (layout.INGEST, "data", _READING),
+    (layout.INGEST, "data", (*READING, "caption_lines", "resolution", "chunk", "buckets", "max_upscale")),
     (layout.FEATURES, "features", ("model", "resolution", "batch_size")),
+    (layout.PATCHES, "features", ("patch_dimensions",)),
     (layout.CLUSTERS, "clusters", tuple(ClustersSection.model_fields)),
     (layout.LATENTS, "latents", ("autoencoder", "batch_size", "dtype")),
     (layout.TEXT, "text", tuple(TextSection.model_fields)),
@@ -22,10 +25,15 @@ _RECORDED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (layout.shards(0), "latents", ("normalization",)),
 )
 """The artifacts that record settings in their inputs, with section and names of the settings."""
+_ABSENT = {"caption_lines": False, "patch_dimensions": 0}
+"""Settings that are recorded only if they have another value."""
 
 
 def check_overrides(run: Path, config: Config, overrides: Iterable[str]) -> None:
-    """Raise an error if an override asks for other data than the prepared data: training would ignore it."""
+    """Raise an error if an override asks for other data than the prepared data: training would ignore it.
+
+    `data.source` is not checked, because data may have moved since.
+    """
     if not layout.shard_folders(run):
         return
     # Shards that were copied without the stages before them were made with the settings that came with them.
@@ -36,13 +44,14 @@ def check_overrides(run: Path, config: Config, overrides: Iterable[str]) -> None
             if not key.startswith(f"{section}.") or name not in names:
                 continue
             manifest, wanted = Artifact(run, artifact).manifest(), _plain(config, section, name)
+            inputs: Any = manifest.made_from if manifest else {}
             if copied is not None:
                 found = _plain(copied, section, name)
-            elif manifest is None:  # a stage that this run does not need
-                continue
             else:
-                inputs = manifest.made_from[section] if section == "clusters" else manifest.made_from
-                found = inputs.get(name)
+                inputs = inputs.get(section, {}) if section == "clusters" else inputs
+                recorded = "dimensions" if name == "patch_dimensions" else name
+                # Other settings that are not recorded have no effect, such as those of a stage that is not needed.
+                found = inputs.get(recorded, _ABSENT.get(name, wanted))
             if found != wanted:
                 raise AtollError(
                     f"--{key}: the data of {run} was prepared with {json.dumps(found)}, so training cannot use "

@@ -39,12 +39,6 @@ from atoll.encoders.autoencoder import Statistics
 from atoll.flow import rng
 from atoll.nets.arguments import ARGUMENT, SHAPE, SHARED, STRUCTURE, ArgumentTable, unflatten
 
-LATENT_STREAM = 11
-"""Random stream for samples of the autoencoder's posterior. Each use of randomness has its own number."""
-FLIP_STREAM = 15
-"""Random stream of the choice between an image and its mirror image."""
-CAPTION_STREAM = 16
-"""Random stream of the choice of a caption."""
 # A network that is trained on several clusters needs one meaning of latents, text and labels for all of them.
 _SAME_EVERYWHERE = ("labels", "latents", "statistics", "text", "fingerprint", "flip", "patches")
 
@@ -246,7 +240,7 @@ class Shards:
         """
         latents = batch.mean.float()
         if batch.std is not None:
-            noise = rng.normal(tuple(latents.shape), seed=seed, stream=LATENT_STREAM, first=position)
+            noise = rng.normal(tuple(latents.shape), seed=seed, stream=rng.Stream.POSTERIOR, first=position)
             latents = latents + batch.std.float() * noise.to(latents.device)
         return self.statistics.normalize(latents)
 
@@ -260,9 +254,9 @@ class Shards:
         """
         mirrored = captions = None
         if self.content.flip:
-            mirrored = rng.uniform(len(positions), seed=seed, stream=FLIP_STREAM, first=positions) < 0.5
+            mirrored = rng.uniform(len(positions), seed=seed, stream=rng.Stream.FLIP, first=positions) < 0.5
         if self.content.text is not None and self.content.text.captions:
-            captions = rng.uniform(len(positions), seed=seed, stream=CAPTION_STREAM, first=positions)
+            captions = rng.uniform(len(positions), seed=seed, stream=rng.Stream.CAPTION, first=positions)
         return self.read(self.order(positions, seed, batch_size), mirrored, captions=captions, patches=patches)
 
     def read(

@@ -35,7 +35,7 @@ from atoll.data.images import BadImage, fit, image_size, open_image
 from atoll.data.index import PARTS, Before
 from atoll.data.sources.source import SourceImage
 from atoll.data.stages import ingest
-from atoll.data.stages.stage import EncoderStage, PassEncoder, PrepareJob, Stage
+from atoll.data.stages.stage import EncoderStage, PassEncoder, Preparation, Stage
 from atoll.encoders.pretrained import Pixels
 
 
@@ -144,31 +144,31 @@ class _Batches:
         return found
 
 
-def run_pass(job: PrepareJob, stages: Sequence[Stage], worker: WorkerShare) -> None:
+def run_pass(preparation: Preparation, stages: Sequence[Stage], worker: WorkerShare) -> None:
     """Make this worker's missing chunks of some stages of the pass."""
     # The index comes first, because the inputs of all other stages contain its identity. The listing has the number of
-    # classes, which decides whether the clusters need features. To begin a stage again changes nothing.
+    # classes, which decides whether the clusters need features. To begin the index again below changes nothing.
     for stage in stages:
         if stage.name == "ingest":
             stage.begin()
-    listing, data = job.list_source(), job.config.data
+    listing, data = preparation.list_source(), preparation.config.data
     stages = [stage for stage in stages if not stage.unneeded()]
     for stage in stages:
         stage.begin()
 
     # Which chunks need which stages
-    parts = Chunks(Artifact(job.run, ingest.NAME), listing.images, data.chunk, lengths=listing.lengths)
-    keys = _known_keys(job, stages, parts, worker)
+    parts = Chunks(Artifact(preparation.run, ingest.NAME), listing.images, data.chunk, lengths=listing.lengths)
+    keys = _known_keys(preparation, stages, parts, worker)
     chunks: dict[str, Chunks] = {}
     for stage in stages:
         if own := stage.chunks():  # always, because the source is listed
             chunks[stage.name] = replace(own, keys=keys)
-    noted = job.chunk_keys()
+    noted = preparation.chunk_keys()
     todo: dict[int, list[str]] = {}
     for chunk in worker.share(parts.count):
         missing = [name for name, own in chunks.items() if own.length(chunk) and not own.has(chunk)]
         if noted[chunk] is None and "ingest" not in missing:  # an unchanged chunk
-            ingest.note_key(job, chunk, str(keys[chunk]))
+            ingest.note_key(preparation, chunk, str(keys[chunk]))
         if missing:
             todo[chunk] = missing
     if not todo:
@@ -188,17 +188,17 @@ def run_pass(job: PrepareJob, stages: Sequence[Stage], worker: WorkerShare) -> N
     def write(chunk: int, batches: _Batches, images: list[Decoded]) -> None:
         tensors, rows = batches.tensors([image for image in images if image.size], sizes), [i.row for i in images]
         checked = "ingest" not in todo[chunk]
-        key = keys[chunk] if checked else ingest.chunk_key(job, [row["digest"] for row in rows])
+        key = keys[chunk] if checked else ingest.chunk_key(preparation, [row["digest"] for row in rows])
         if keys[chunk] not in (None, key):
             raise AtollError("the source changed while it was read; run the same command again")
         for name, named in tensors.items():
             if named:  # a chunk without readable images has no file
                 chunks[name].artifact.write_tensors(chunks[name].files.format(key), named)
         if not checked:
-            ingest.write_part(job, chunk, str(key), rows)
+            ingest.write_part(preparation, chunk, str(key), rows)
 
     batch_size = max((encoder.batch_size for encoder in encoders.values()), default=0)
-    images = prefetch(_listed(job, parts, todo, keys), work, data.workers, ahead=batch_size)
+    images = prefetch(_listed(preparation, parts, todo, keys), work, data.workers, ahead=batch_size)
     rejected, done, label = 0, parts.rows - sum(map(parts.length, todo)), ", ".join(stage.name for stage in stages)
     with progress(label, parts.rows, done) as bar, ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
@@ -221,25 +221,27 @@ def run_pass(job: PrepareJob, stages: Sequence[Stage], worker: WorkerShare) -> N
             rejected += sum(image.size is None for image in decoded_images)
             if rejected > data.max_rejects * parts.rows:
                 written.result()
-                ingest.check_rejects(replace(parts, files=PARTS, keys=job.chunk_keys()), data)
+                ingest.check_rejects(replace(parts, files=PARTS, keys=preparation.chunk_keys()), data)
         if written:
             written.result()
 
 
-def _known_keys(job: PrepareJob, stages: Sequence[Stage], parts: Chunks, worker: WorkerShare) -> list[str | None]:
+def _known_keys(
+    preparation: Preparation, stages: Sequence[Stage], parts: Chunks, worker: WorkerShare
+) -> list[str | None]:
     """Return the keys of all chunks, None for those that are unknown.
 
     If the source has changed, or the index was deleted, the unchecked chunks of this worker are hashed: this takes
     reading their images, but no decoding and no network.
     """
-    keys, before = job.chunk_keys(), Before.find(parts.artifact)
+    keys, before = preparation.chunk_keys(), Before.find(parts.artifact)
     unchecked = {chunk for chunk in worker.share(parts.count) if keys[chunk] is None}
     if not unchecked or (before is None and not any(stage.artifact.manifest() for stage in stages)):
         return keys
     different: dict[str, str] = {}
-    for chunk, images in _chunk_images(job, parts, unchecked):
-        digests = list(prefetch(images, ingest.image_digest, job.config.data.workers))
-        keys[chunk] = ingest.chunk_key(job, digests)
+    for chunk, images in _chunk_images(preparation, parts, unchecked):
+        digests = list(prefetch(images, ingest.image_digest, preparation.config.data.workers))
+        keys[chunk] = ingest.chunk_key(preparation, digests)
         if not parts.artifact.path(PARTS.format(keys[chunk])).is_file():
             different |= zip((image.id for image in images), digests, strict=True)
     rows = before.rows(parts.artifact, ["id", "digest"]) if before and different else ()
@@ -250,11 +252,13 @@ def _known_keys(job: PrepareJob, stages: Sequence[Stage], parts: Chunks, worker:
     return keys
 
 
-def _chunk_images(job: PrepareJob, parts: Chunks, wanted: Collection[int]) -> Iterator[tuple[int, list[SourceImage]]]:
+def _chunk_images(
+    preparation: Preparation, parts: Chunks, wanted: Collection[int]
+) -> Iterator[tuple[int, list[SourceImage]]]:
     """Yield the wanted chunks with all of their images."""
     # Every worker lists the source from its start, because a repeated key gets an id that depends on the images
     # before it. But it reads only the images of its chunks.
-    stream = job.source.images()
+    stream = preparation.source.images()
     for chunk in range(max(wanted) + 1):
         images = list(islice(stream, parts.length(chunk)))
         if len(images) < parts.length(chunk):
@@ -266,11 +270,11 @@ def _chunk_images(job: PrepareJob, parts: Chunks, wanted: Collection[int]) -> It
 
 
 def _listed(
-    job: PrepareJob, parts: Chunks, todo: Mapping[int, list[str]], keys: Sequence[str | None]
+    preparation: Preparation, parts: Chunks, todo: Mapping[int, list[str]], keys: Sequence[str | None]
 ) -> Iterator[tuple[int, SourceImage, Size | None]]:
     """Yield (chunk, image, size) of the chunks to do: all images, or the readable ones if they are known."""
-    for chunk, images in _chunk_images(job, parts, todo):
-        known = None if "ingest" in todo[chunk] else ingest.sizes_by_id(job, chunk, keys[chunk])
+    for chunk, images in _chunk_images(preparation, parts, todo):
+        known = None if "ingest" in todo[chunk] else ingest.sizes_by_id(preparation, chunk, keys[chunk])
         if known is None:
             yield from ((chunk, image, None) for image in images)
             continue

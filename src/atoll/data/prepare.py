@@ -25,7 +25,7 @@ from atoll.data.stages.ingest import IngestStage, open_configured
 from atoll.data.stages.latents import LatentsStage
 from atoll.data.stages.patches import PatchesStage
 from atoll.data.stages.shards import ShardsStage
-from atoll.data.stages.stage import PrepareJob, Stage
+from atoll.data.stages.stage import Preparation, Stage
 from atoll.data.stages.text import TextStage
 from atoll.encoders.autoencoder import downscaling
 
@@ -38,22 +38,22 @@ STAGES: tuple[type[Stage], ...] = (
     TextStage,
     ShardsStage,
 )
-"""All stages, each after those whose artifacts it reads. The pass makes the first ones together."""
+"""All stages, each after those whose artifacts it reads. `run_pass` makes the chunks of the first four together."""
 
 
-def open_job(run: Path, config: Config, source: Source | None = None) -> PrepareJob:
+def open_preparation(run: Path, config: Config, source: Source | None = None) -> Preparation:
     """Open the source that the configuration names, and the listing and the index of the run if it has them."""
     source = source or open_configured(config.data)  # first: its errors need no network
     by_size = config.data.buckets != "off"
     multiple = side_multiple(config, downscaling(config.latents.autoencoder)) if by_size else 1
-    return PrepareJob(run, config, source, multiple, Listing.find(run), Index.find(run))
+    return Preparation(run, config, source, multiple, Listing.find(run), Index.find(run))
 
 
-def stages_of(job: PrepareJob) -> list[Stage]:
-    """Return all stages of a job."""
+def stages_of(preparation: Preparation) -> list[Stage]:
+    """Return all stages."""
     made: dict[StageName, Stage] = {}
     for stage in STAGES:
-        made[stage.name] = stage(job, made)
+        made[stage.name] = stage(preparation, made)
     return list(made.values())
 
 
@@ -66,8 +66,8 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
     if worker.count > 1 and stages and not all(stage.divisible for stage in STAGES if stage.name in stages):
         divisible = ", ".join(stage.name for stage in STAGES if stage.divisible)
         raise AtollError(f"--worker divides the stages {divisible}; name only these with --stage")
-    job = open_job(run, config)
-    chosen = [stage for stage in stages_of(job) if not stages or stage.name in stages]
+    preparation = open_preparation(run, config)
+    chosen = [stage for stage in stages_of(preparation) if not stages or stage.name in stages]
 
     # The pass makes the chunks of all stages that need pixels.
     start = time.monotonic()
@@ -76,7 +76,7 @@ def prepare(run: Path, config: Config, stages: Sequence[StageName] = (), *, work
         if stage.in_pass and _check_ready(stage, made_now=todo):
             todo.append(stage)
     if todo:
-        one_pass.run_pass(job, todo, worker)
+        one_pass.run_pass(preparation, todo, worker)
 
     # One worker after the other comes here, and the last one finds all chunks present. Without given stages, it does
     # the rest alone.
@@ -113,7 +113,7 @@ def _check_ready(stage: Stage, *, made_now: Sequence[Stage] = ()) -> bool:
     if _report_if_done(stage):
         return False
     if (earlier := stage.first_missing()) and earlier not in made_now:
-        command = f"atoll prepare {stage.job.run} --stage {earlier.name}"
+        command = f"atoll prepare {stage.preparation.run} --stage {earlier.name}"
         raise AtollError(f"the stage {stage.name!r} needs the stage {earlier.name!r} first: {command}")
     if note := stage.note():
         print(f"note: {note}", flush=True)
@@ -147,16 +147,16 @@ def _finish(stage: Stage, worker: WorkerShare, start: float) -> bool:
     return finished
 
 
-def has_changed(job: PrepareJob) -> bool:
+def has_changed(preparation: Preparation) -> bool:
     """Return whether the source has changed since its index was begun, with the same settings."""
-    ingest = IngestStage(job, {})
+    ingest = IngestStage(preparation, {})
     return ingest.is_outdated(ingest.artifact, ingest.made_from())
 
 
-def plan(job: PrepareJob) -> list[dict[str, str]]:
+def plan(preparation: Preparation) -> list[dict[str, str]]:
     """Return name, state, main setting and folder of every stage that the run needs."""
-    rows, changed, last = [], has_changed(job), job.config.clusters.count - 1
-    for stage in stages_of(job):
+    rows, changed, last = [], has_changed(preparation), preparation.config.clusters.count - 1
+    for stage in stages_of(preparation):
         if stage.unneeded():
             continue
         state = "the source has changed" if changed else stage.state()

@@ -24,8 +24,6 @@ from atoll.flow import rng
 WordArray = np.ndarray[Any, np.dtype[np.uint64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-BATCH_STREAM = 17
-"""Random stream of the order of the batches in an epoch."""
 
 # Four rounds of a Feistel network are pseudorandom if the round function is (Luby and Rackoff 1988, strong form);
 # twice as many is a margin for our cheap round function. The tests check uniformity.
@@ -91,7 +89,7 @@ class BatchOrder:
         first, following = (np.array(self._before(number), dtype=np.int64) for number in (epoch, epoch + 1))
         ends = np.cumsum(following - first)
         # Before the shuffle, the batches of an epoch are in the order of sizes; those of size i end at `ends[i]`.
-        mixed = shuffled(slots, int(ends[-1]), rng.key(self.seed, BATCH_STREAM, 0), epoch=epoch).astype(np.int64)
+        mixed = shuffled(slots, int(ends[-1]), rng.key(self.seed, rng.Stream.BATCH, 0), epoch=epoch).astype(np.int64)
         sizes = np.searchsorted(ends, mixed, side="right").astype(np.int64)
         return sizes, following[sizes] - ends[sizes] + mixed
 

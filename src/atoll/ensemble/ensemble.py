@@ -100,7 +100,7 @@ class Ensemble:
         limit = len(references) if max_loaded_experts is None else max_loaded_experts
         self.cache = ExpertCache(self.references, self.normalization, self.device_options, limit, expert_devices)
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
-        """What any of the experts, or the routing, is conditioned on: any of text, pooled and label."""
+        """What any of the experts, or the routing, is conditioned on: any of text, pooled, label and arguments."""
         if self.conditioning & {"text", "arguments"} and any(
             reference.density and reference.density.caption for reference in references
         ):

@@ -7,7 +7,7 @@ A routing is a short string, the same in Python and on the command line:
     threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
     nucleus-0.9           the fewest experts that together have probability 0.9
     drawn                 one expert, drawn once by its probability and kept to the end
-    sample-1              one expert, drawn anew at every step by its probability
+    sample-1              one expert, drawn anew at every evaluation by its probability
     oracle                the expert of the given cluster of each image
     nearest               no router: probabilities from the densities of the clusters (`nearest:top-2`; alone, top-1)
     top-2@0.6,top-1       top-2 at times of 0.6 and above, top-1 below
@@ -32,9 +32,6 @@ from atoll.flow import rng
 
 NEGLIGIBLE = 1e-7
 """Smaller weights are set to 0, so that their experts need not run: float32 rounds at 6e-8 of the largest weight."""
-DRAW_STREAM = 1 << 20
-"""Random stream of drawn and of the first step of sample-1; later steps of sample-1 use the streams after it. It is far
-above all other stream numbers, so that no number of steps reaches one of them."""
 RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
     *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
@@ -109,9 +106,9 @@ class Routing:
         """Whether any of its rules selects experts at random."""
         return any(rule.draws for rule in self.rules)
 
-    def stream(self, step: int) -> int:
-        """Return the random stream of a step: sample-1 draws anew at every step, drawn only once."""
-        return DRAW_STREAM + (step if any(rule.name == "sample" for rule in self.rules) else 0)
+    def stream(self, evaluation: int) -> int:
+        """Return the random stream of an evaluation: sample-1 draws anew each time, drawn only once."""
+        return rng.Stream.DRAW + (evaluation if any(rule.name == "sample" for rule in self.rules) else 0)
 
     def final_weights(self, rule: Rule, state: "RoutingState") -> Tensor | None:
         """Return the weights (images, experts) of all later steps once they are known, else None.
@@ -167,7 +164,7 @@ class RoutingState:
     """The expert that each image has drawn, one-hot (images, experts); zeros for images that have not drawn yet."""
 
     def draw(self, routing: Routing, count: int) -> Tensor:
-        """Return the random numbers (count,) of this evaluation, by seed, position and, for sample-1, step."""
+        """Return the random numbers (count,) of this evaluation, by seed, position and, for sample-1, its number."""
         stream = routing.stream(self.evaluations)
         if isinstance(self.seed, int):
             return rng.uniform(count, seed=self.seed, stream=stream, first=self.first)

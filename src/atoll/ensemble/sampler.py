@@ -43,8 +43,6 @@ from atoll.nets import Condition, concatenate
 from atoll.nets.arguments import ArgumentTable
 from atoll.nets.conditioning import OF_PROMPTS
 
-NOISE_STREAM = 21
-"""Random stream of the initial noise. Stream numbers are arbitrary; changing one changes every image."""
 DECODE_BATCH = 16
 """Latents that are decoded at once. For one image the autoencoder needs more memory than the networks, because it works
 at full resolution; so its batches are smaller."""
@@ -296,26 +294,33 @@ class Sampler:
                 if self.interrupt:
                     break
 
-        # Join the batches of all processes.
+        # Join the batches of all processes. An interrupt leaves out the batches that were not begun.
+        done = torch.zeros(count, dtype=torch.int32)
+        for part in mine[: len(made)]:
+            done[part] = 1
+        kept = processes.sum(done).nonzero()[:, 0]
         routes = None
         if trace:
+            # It also ends a batch after fewer evaluations; the trace has those of all images.
+            shortest = min(min(lengths) for lengths in processes.on_all(lambda: list(map(len, decisions))) if lengths)
+            decisions = [part[:shortest] for part in decisions]
             t = processes.on_main(lambda: [float(decision.t[0]) for decision in decisions[0]])
             p = [torch.stack([one.probabilities for one in part], 1) for part in decisions]
             weights = [torch.stack([one.weights for one in part], 1) for part in decisions]
             routes = Trace(
                 torch.tensor(t),
-                _join(p, mine, count, processes).transpose(0, 1),
-                _join(weights, mine, count, processes).transpose(0, 1),
+                _join(p, mine, kept, processes).transpose(0, 1),
+                _join(weights, mine, kept, processes).transpose(0, 1),
                 tuple(expert.name for expert in self.ensemble.declarations),
             )
         names = [
             " / ".join(str(own) for own in (None if embeds else text, name) if own is not None) or None
             for text, name in pairs
         ]
-        pixels = _join(images, mine, count, processes).numpy()
+        pixels = _join(images, mine, kept, processes).numpy()
         return Samples(
-            _join(made, mine, count, processes), [Image.fromarray(image) for image in pixels], names[: len(pixels)],
-            chosen, routes, dtype_name(self.dtype), size,
+            _join(made, mine, kept, processes), [Image.fromarray(image) for image in pixels],
+            [names[number] for number in kept.tolist()], chosen, routes, dtype_name(self.dtype), size,
         )  # fmt: skip
 
     sample = _images_only(generate)
@@ -447,7 +452,7 @@ class Sampler:
             return torch.cat([self.noise(1, own, size=size) for own in seed])
         size = size or self.ensemble.sizes[0]
         shape = (count, self.ensemble.shape[0], size.height, size.width)
-        return upload(rng.normal(shape, seed=seed, stream=NOISE_STREAM, first=first), self.ensemble.device)
+        return upload(rng.normal(shape, seed=seed, stream=rng.Stream.SAMPLE, first=first), self.ensemble.device)
 
     def run(
         self,
@@ -622,8 +627,8 @@ def evaluated_at(settings: SampleSettings) -> list[float]:
     return times + times[1:] if "heun" in settings.solver else times
 
 
-def _join(parts: Sequence[Tensor], mine: Sequence[slice], count: int, processes: DistContext) -> Tensor:
-    """Return the rows (images, …) of all processes in the order of images, from the batches `mine` of this process.
+def _join(parts: Sequence[Tensor], mine: Sequence[slice], kept: Tensor, processes: DistContext) -> Tensor:
+    """Return the rows `kept` (images, …) of all processes, from the first of the batches `mine` of this process.
 
     Every image is computed by one process and zero in the others, so the sum over the processes is exact.
     """
@@ -631,7 +636,7 @@ def _join(parts: Sequence[Tensor], mine: Sequence[slice], count: int, processes:
         return torch.cat(list(parts))
     # A process without a batch has no tensor to take shape and dtype from; the main process has the first batch.
     shape, dtype = processes.on_main(lambda: (parts[0].shape[1:], dtype_name(parts[0].dtype)))
-    rows = torch.zeros(count, *shape, dtype=getattr(torch, dtype))
-    for images, part in zip(mine, parts, strict=True):
+    rows = torch.zeros(int(kept[-1]) + 1, *shape, dtype=getattr(torch, dtype))
+    for images, part in zip(mine, parts, strict=False):  # after an interrupt there are fewer parts
         rows[images] = part.cpu()
-    return processes.sum(rows)
+    return processes.sum(rows)[kept]

@@ -37,7 +37,8 @@ class BatchConditions:
     versions: Sequence[int] = ()
     """Number of replacements of each row; empty if rows are never replaced. The null condition is never replaced."""
     negative: Tensor | None = None
-    """Row of `distinct` that guidance moves each image away from (batch,), on the CPU; None is the null condition."""
+    """Row of `distinct` that guidance moves each image away from, its negative prompt, (batch,) on the CPU; None is the
+    null condition."""
 
     @classmethod
     def of(

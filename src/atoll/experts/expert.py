@@ -4,6 +4,13 @@
     expert = open_expert(reference, normalization, DeviceOptions())    # reads the weights
     expert.velocity(x, t, condition)
 
+An expert has one class for each thing that it holds:
+
+    Declaration         plain values of the manifest: objective, bridge, conditioning, statistics
+    NetworkReference    a declaration, and a function that opens the network (`open` returns a torch.nn.Module)
+    OpenExpert          declaration, network, bridge and rescaling: a velocity field (`network` is the module)
+    LoadedExpert        an OpenExpert in the cache of an ensemble, with its prepared conditions (`expert_cache.py`)
+
 Experts may differ in objective, noise schedule, network and latent normalization. `OpenExpert.velocity` removes these
 differences, so that their velocities can be averaged: a common state x at time t is rescaled to the normalization of
 the expert's latents (`Rescaling`), the bridge turns it into the network's input and timestep, and the network's output
@@ -244,7 +251,7 @@ class OpenExpert:
 
     @property
     def conditioning(self) -> frozenset[str]:
-        """What the network is conditioned on: any of text, pooled and label."""
+        """What the network is conditioned on: any of text, pooled, label and arguments."""
         return self.declaration.conditioning
 
     @property

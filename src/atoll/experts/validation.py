@@ -52,10 +52,9 @@ LAST_TIME = 0.05
 """Time below which errors lose weight: where the last of 20 Euler steps starts, and where training limits the weights
 of x0 networks (`flow.objectives.MAX_WEIGHT` is 1/0.05²). On exact mixtures with disturbed experts, limits from 0.02 to
 0.1 order x0 experts by the quality of their samples about equally well, and far better than no limit."""
-VALIDATION_STREAM = 14
-"""Stream of the times. A stream number is arbitrary but must never change or be used twice."""
 NOISE_SEED_OFFSET = 1
-"""Training noise comes from the seed; validation images must not repeat the noise of training images."""
+"""Training draws eps from the seed, and validation must not repeat it. (The noise of posterior samples has the seed and
+the stream of training: it disturbs other images.)"""
 
 
 class _BatchSlice(NamedTuple):
@@ -118,7 +117,7 @@ class ValidationSet:
         by_size = sorted(slices, key=lambda part: -len(part.images))
         for part in by_size[processes.rank :: processes.size]:
             batch = self.shards.read(part.images).to(device)
-            draws = rng.uniform(len(part.images), seed=self.seed, stream=VALIDATION_STREAM, first=part.position)
+            draws = rng.uniform(len(part.images), seed=self.seed, stream=rng.Stream.VALIDATION, first=part.position)
             t = ((part.time_bin + draws) / TIME_BINS).to(device)
             x0 = self.shards.latents(batch, seed=self.seed, position=part.position)
             seed = self.seed + NOISE_SEED_OFFSET
@@ -170,7 +169,8 @@ def validate(
 ) -> Summary:
     """Return the error of a velocity field against eps - x0 on validation images (see above), overall and by time.
 
-    `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled and label.
+    `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled, label and
+    arguments.
     """
     validation = ValidationSet(shards, seed, limit)
     if not len(validation):

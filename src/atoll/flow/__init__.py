@@ -1,7 +1,8 @@
 """The mathematics of diffusion: schedules, predictions, the bridge to velocity, objectives, solvers.
 
 One convention everywhere: t = 0 is data, t = 1 is noise, x_t = (1-t) x0 + t eps, velocity = eps - x0, and the timestep
-of a network is 1000 t. The quantity alpha eps - sigma x0 is always called `v_prediction`, never velocity.
+of a network is 1000 t, or the step of a DDPM table. The quantity alpha eps - sigma x0 is always called `v_prediction`,
+never velocity.
 """
 
 from atoll.core.names import OBJECTIVES, PREDICTIONS, SCHEDULES, SOLVERS, Prediction

@@ -21,8 +21,6 @@ from atoll.flow.bridge import Bridge
 from atoll.flow.predictions import CleanAndNoise, check_prediction, from_pair, pair_weights
 from atoll.flow.schedules import LINEAR, Schedule, broadcast, schedule
 
-# Streams of `rng`: times and noise of one image must be independent. Other numbers would change all trained weights.
-_TIME_STREAM, _NOISE_STREAM = 1, 2
 # Weights such as 1/t² diverge at an end. The limit is 1/t² at t = 0.05, so it applies to 5 % of the times.
 MAX_WEIGHT = 400.0
 """Maximum weight of an image in the loss."""
@@ -131,9 +129,9 @@ class Objective:
             raise ValueError(f"x0 must be a floating point batch (batch, ...), got {x0.dtype} {tuple(x0.shape)}")
         first = step * x0.shape[0] if position is None else position
         if t is None:
-            u = rng.uniform(x0.shape[0], seed=seed, stream=_TIME_STREAM, first=first)
+            u = rng.uniform(x0.shape[0], seed=seed, stream=rng.Stream.TIME, first=first)
             t = self.times.times(u, self.schedule).to(x0.device)
-        eps = rng.normal(tuple(x0.shape), seed=seed, stream=_NOISE_STREAM, first=first).to(x0.device, x0.dtype)
+        eps = rng.normal(tuple(x0.shape), seed=seed, stream=rng.Stream.NOISE, first=first).to(x0.device, x0.dtype)
         state = self.schedule.add_noise(x0, eps, t)
         scale = broadcast(self.schedule.input_scale(t), x0)
         target = from_pair(CleanAndNoise(x0, eps), t, self.prediction, schedule=self.schedule)

@@ -124,7 +124,7 @@ def _wide_pair(output: Tensor, x: Tensor, t: Tensor, *, prediction: Prediction, 
 def coarser_resolution(output: Tensor, x: Tensor) -> float:
     """Return the larger relative rounding error of the output of a network and the state.
 
-    The output of a bfloat16 network has an error of 2^-8, even if the state and the solver are float32.
+    The output of a bfloat16 network has an error of 2^-7, even if the state and the solver are float32.
     """
     return max(torch.finfo(output.dtype).eps, torch.finfo(x.dtype).eps)
 

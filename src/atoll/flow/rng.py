@@ -6,6 +6,7 @@ the numbers of two positions do not overlap, whatever the sizes of their images.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum, unique
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,42 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 Positions = int | np.ndarray[Any, Any]
 """The positions of a batch: that of its first image if they are consecutive, or an array (batch,) of all of them."""
+
+
+@unique
+class Stream(IntEnum):
+    """What numbers are drawn for. Another number would change every result, so none is ever changed or used again."""
+
+    TIME = 1
+    """Training times."""
+    NOISE = 2
+    """Training noise."""
+    POSTERIOR = 11
+    """Samples of the autoencoder's posterior."""
+    CONDITION_DROPOUT = 12
+    """Images that are trained without their condition, for guidance."""
+    PREVIEW = 13
+    """Initial noise of preview samples."""
+    VALIDATION = 14
+    """Times of validation images."""
+    FLIP = 15
+    """The choice between an image and its mirror image."""
+    CAPTION = 16
+    """The choice of a caption."""
+    BATCH = 17
+    """The order of the batches in an epoch."""
+    ADAPTER_DROPOUT = 18
+    """Dropout of adapters, by torch's own generator."""
+    SAMPLE = 21
+    """Initial noise of sampling."""
+    EVALUATION_SEED = 31
+    """Seeds of the images that are generated for an evaluation."""
+    EVALUATION_DRAW = 34
+    """Drawn experts in the diagnostics of an evaluation."""
+    TRAJECTORY = 35
+    """Initial noise of measured trajectories."""
+    DRAW = 1 << 20
+    """Drawn experts; later evaluations of sample-1 use the streams after it, so it is far above the others."""
 
 
 def key(seed: int, stream: int, position: int) -> int:

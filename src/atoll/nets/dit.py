@@ -112,8 +112,8 @@ class DiT(nn.Module):
         `timestep` is from 0 to 1000: (batch,), or one value for the whole batch (shape () or (1,)), which is cheaper.
         With `tap`, return also the tokens (batch, tokens, width) after that number of blocks.
         """
-        rows, columns = check_input(x, timestep, self.config.channels, patch=self.config.patch)
         tokens, embedding, tapped = self._trunk(x, timestep, condition, tap=tap)
+        rows, columns = (side // self.config.patch for side in x.shape[2:])
         output = unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
         return output if tapped is None else (output, tapped)
 

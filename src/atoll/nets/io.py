@@ -101,12 +101,6 @@ def write_weights(state: dict[str, Tensor], file: Path) -> None:
         save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, file)
 
 
-def sha256(file: str | Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and values of tensors, sorted by name.
 

@@ -1,7 +1,7 @@
 """EMAs of the weights: in float32, by name, with several half-lives at once.
 
 Half-lives are counted in images, not steps, so they do not depend on the batch size. After a step of b images the
-weight of the past is 0.5 ** (b / h), where h is the half-life, limited to a share of the training so far.
+weight of the past is 0.5 ** (b / h), with h = min(half-life, 0.05 · images seen).
 """
 
 from collections.abc import Iterator, Mapping

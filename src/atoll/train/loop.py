@@ -1,4 +1,4 @@
-"""The training loop: forward, loss, backward, step, EMA, save. One loop for expert, router, monolith and student.
+"""The training loop: forward, loss, backward, step, EMA, save. One loop for all training jobs.
 
 Progress is counted in images, and `images` is the only clock. A step takes `batch_size` positions of an endless stream,
 images … images + batch_size - 1, divided into `grad_accum_steps` micro-batches, each divided between the processes:
@@ -41,8 +41,6 @@ from atoll.train.muon import Muon
 from atoll.train.previews import save_preview, validation_loss
 from atoll.train.tasks import Losses, Task, TrainingInputs
 
-DROPOUT_STREAM = 18
-"""Random stream of dropout. Each use of randomness has its own number."""
 REQUEUE = 75
 """Exit code of a job that was interrupted and saved (EX_TEMPFAIL of sysexits.h): run the same command again."""
 
@@ -92,14 +90,15 @@ def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None =
     logger = MetricsLogger(task.spec, processes, done=images, seconds=seconds)
 
     def due(every: int) -> bool:
-        """Return whether the last step crossed a multiple of `every` images."""
-        return bool(every) and (done or images // every > (images - settings.batch_size) // every)
+        """Return whether the last step crossed a multiple of `every` images, or was the last of all."""
+        last = images >= settings.total_images
+        return bool(every) and (last or images // every > (images - settings.batch_size) // every)
 
     with logger, stop_signals() as stop, saver:
         while images < settings.total_images:
             lr = learning_rate(images, settings)
             # The dropout of an adapter draws from torch's own generator, which checkpoints do not contain.
-            torch.manual_seed(rng.key(task.seed, DROPOUT_STREAM, images + processes.rank))
+            torch.manual_seed(rng.key(task.seed, rng.Stream.ADAPTER_DROPOUT, images + processes.rank))
             losses = train_step(task, wrapped, batches, state=state, lr=lr, processes=processes, check=check)
             images += settings.batch_size
             state.ema.update(images, settings.batch_size)

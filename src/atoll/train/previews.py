@@ -21,7 +21,6 @@ from atoll.train.ema import EMA
 from atoll.train.metrics_logger import MetricsLogger
 from atoll.train.tasks import Task
 
-PREVIEW_STREAM = 13
 PREVIEW_STEPS = 20
 """Euler steps of a preview: fewer than the 50 of sampling, because previews are only looked at and training waits."""
 VALIDATION_IMAGES = 64
@@ -68,7 +67,7 @@ def save_preview(task: Task, ema: EMA, logger: MetricsLogger) -> None:
             examples = source.read(source.numbers(size, places)).to(task.device)
             condition = condition_of(examples, expert.conditioning)
             shape = (count, content.latents.shape[0], size.height, size.width)
-            noise = rng.normal(shape, seed=task.seed, stream=PREVIEW_STREAM, first=number * count)
+            noise = rng.normal(shape, seed=task.seed, stream=rng.Stream.PREVIEW, first=number * count)
             # In two batches: guidance doubles the rows, and the optimizer's state is in memory too.
             parts = []
             for part in torch.arange(count).chunk(2):

@@ -67,7 +67,7 @@ class TrainSpec:
     data: PreparedData | None
     """None before the data is prepared."""
     conditioning: frozenset[str]
-    """What the network is conditioned on: any of text, pooled and label."""
+    """What the network is conditioned on: any of text, pooled, label and arguments."""
     network: NetworkConfig
     init_from: str | None
     """Folder of the network with the initial weights; None for random initialization."""
@@ -76,7 +76,8 @@ class TrainSpec:
     objective: ObjectiveSpec | None
     """None for a router and a student."""
     settings: TrainSection
-    """The `train` section, overridden by the job's section: total_images rounded up to full steps, a precision."""
+    """The `train` section, overridden by the job's section: with total_images rounded up to full steps, and
+    precision resolved, never auto."""
     align: AlignmentSpec | None
     """The alignment with patch features; None without, and for a router and a student."""
     teacher_block: int
@@ -249,7 +250,7 @@ def job_settings(config: Config, kind: layout.JobKind) -> TrainSection:
 
 
 def _conditioning(config: Config, kind: layout.JobKind, shapes: DataShapes, network: NetworkChoice) -> frozenset[str]:
-    """Return what a network is conditioned on: any of text, pooled and label."""
+    """Return what a network is conditioned on: any of text, pooled, label and arguments."""
     router = kind == "router"
     choice: str = config.router.conditioning if router else config.train.conditioning
     if choice == "auto":
@@ -346,7 +347,7 @@ def _network(
             raise AtollError(
                 f"{origin}: this network was trained on latents normalized as {scale}, and this run normalizes them "
                 "differently; set latents.normalization: scale, with the autoencoder that the network was trained "
-                "with, and prepare the shards again. To use it nevertheless, remove normalization from its config.json"
+                "with, and prepare another run. To use it nevertheless, remove normalization from its config.json"
             )
     return network
 

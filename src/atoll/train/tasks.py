@@ -30,8 +30,6 @@ from atoll.nets import Condition, Router
 from atoll.train.align import Projector
 from atoll.train.spec import TrainSpec, shared_start
 
-DROP_STREAM = 12
-"""Random stream of condition dropout. Stream numbers are arbitrary; changing one changes every trained weight."""
 CALIBRATION_IMAGES = IMAGES
 """Validation images of all clusters together for calibrating a bridge: one number is fitted, and the outputs for all
 images are in memory at once, so more images would cost memory and gain little."""
@@ -121,7 +119,7 @@ class Task(ABC):
         # A random share of the images gets the null condition, for classifier-free guidance.
         condition, dropout = condition_of(batch, self.spec.conditioning), self.spec.settings.cfg_dropout
         if dropout and self.spec.conditioning:
-            u = rng.uniform(len(x0), seed=self.seed, stream=DROP_STREAM, first=position)
+            u = rng.uniform(len(x0), seed=self.seed, stream=rng.Stream.CONDITION_DROPOUT, first=position)
             condition = condition.drop(u < dropout)
         return TrainingInputs(batch.index, position, noised, condition, batch.cluster, batch.patches)
 

@@ -24,8 +24,6 @@ from atoll.experts.validation import TIME_BINS, Summary, ValidationBatch, Valida
 from atoll.flow import rng
 from atoll.nets import Condition
 
-# An arbitrary number that no other random stream uses. Changing it changes the results of drawn and sample-1.
-DRAW_STREAM = 34
 # 15 equal bins of confidence, as in Guo et al. (2017), "On Calibration of Modern Neural Networks".
 CALIBRATION_BINS = 15
 # Raise this number when a metric gets another definition and keeps its fields: cached metrics of the old definition are
@@ -86,7 +84,7 @@ def measure(model: Ensemble, shards: Shards, routings: Sequence[str], *, limit: 
 
 def draw_of(part: ValidationBatch, seed: int) -> Tensor:
     """Return a uniform random number in [0, 1) for each row, on the CPU, for routings that draw an expert."""
-    return rng.uniform(len(part.noised.t), seed=seed, stream=DRAW_STREAM, first=part.first)
+    return rng.uniform(len(part.noised.t), seed=seed, stream=rng.Stream.EVALUATION_DRAW, first=part.first)
 
 
 def _measure_batch(

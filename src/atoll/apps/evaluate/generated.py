@@ -48,8 +48,6 @@ Value = TypeVar("Value")
 GENERATED = ArtifactKind("generated images", GeneratedContent)
 # Images per file, the unit that is stored and resumed. It is part of the results: every chunk has its own noise seed.
 CHUNK = 256
-# An arbitrary number that no other random stream uses. Changing it changes all generated images.
-SEED_STREAM = 31
 # An 8 x 8 contact sheet.
 SHEET = 64
 
@@ -232,7 +230,7 @@ def generate(
             part = prompts.part(_rows(prompts, chunk))
             # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
             # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.
-            own = replace(settings, seed=rng.key(settings.seed, SEED_STREAM, chunk) >> 33)
+            own = replace(settings, seed=rng.key(settings.seed, rng.Stream.EVALUATION_SEED, chunk) >> 33)
             found: dict[str, Tensor] = {}
             start = time.perf_counter()
             for size, samples in sample_by_size(sampler, part, own, batch_size=batch_size):

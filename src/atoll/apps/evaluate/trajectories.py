@@ -21,8 +21,6 @@ from atoll.ensemble.routing import Decision
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.flow import rng
 
-# An arbitrary number that no other random stream uses. Changing it changes the initial noise.
-NOISE_STREAM = 35
 # Training latents of each cluster that estimates are compared with: an order of magnitude. 512 latents of 4 x 32 x 32
 # take 8 MB.
 LATENTS_PER_CLUSTER = 512
@@ -73,7 +71,9 @@ def follow(
         for given, rows in groups.items():
             size, own, record = given or model.ensemble.sizes[0], prompts.part(rows), Estimates()
             shape = (len(own), model.ensemble.shape[0], size.height, size.width)
-            noise = rng.normal(shape, seed=settings.seed, stream=NOISE_STREAM, first=first).to(model.ensemble.device)
+            noise = rng.normal(shape, seed=settings.seed, stream=rng.Stream.TRAJECTORY, first=first).to(
+                model.ensemble.device
+            )
             near = clusters(size)
             coarse = _solve(model, own, settings, noise=noise, bar=bar, record=record, clusters=near)
             fine = _solve(model, own, finer, noise=noise, bar=bar, record=None, clusters=near)

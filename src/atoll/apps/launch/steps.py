@@ -88,9 +88,9 @@ def missing_groups(run: Path, config: Config, request: LaunchRequest) -> list[Gr
     prepared = all(Artifact(run, layout.shards(cluster)).manifest() for cluster in clusters)
     # Only if nothing else is requested: training jobs would go on with other data than they began with.
     if prepared and request.kinds == ("prepare",):
-        from atoll.data.prepare import has_changed, open_job
+        from atoll.data.prepare import has_changed, open_preparation
 
-        prepared = not has_changed(open_job(run, config))
+        prepared = not has_changed(open_preparation(run, config))
     if prepared or not (training or "prepare" in request.kinds):
         return training
     if "prepare" not in request.kinds:
@@ -157,11 +157,11 @@ def _preparation(run: Path, config: Config, request: LaunchRequest) -> list[Grou
     """Return the unfinished stages of preparation; with several workers, divide the divisible stages among them."""
     if request.prepare_workers == 1:
         return [Group("prepare", (JobStep("prepare", 0, ("prepare", str(run), *request.options)),), (), "gpu")]
-    from atoll.data.prepare import open_job, stages_of
+    from atoll.data.prepare import open_preparation, stages_of
     from atoll.data.stages.stage import Stage
 
     # Stages of the pass are one group: each of its workers decodes its images once.
-    left = [stage for stage in stages_of(open_job(run, config)) if not (stage.unneeded() or stage.done())]
+    left = [stage for stage in stages_of(open_preparation(run, config)) if not (stage.unneeded() or stage.done())]
     members: dict[str, list[Stage]] = {}
     for stage in left:
         members.setdefault("encode" if stage.in_pass else stage.name, []).append(stage)

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from atoll.apps.models.fold import ConversionRow, FlowMatchingOptions, to_flow_matching
+from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, unknown
 from atoll.core.networks import (
     CLASS_NAME,
@@ -25,7 +26,7 @@ from atoll.core.version import __version__
 from atoll.nets.adapters import KINDS
 from atoll.nets.conditioning import Condition
 from atoll.nets.dit import DiT
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build, check_fit, read_weights, sha256, write_weights
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, build, check_fit, read_weights, write_weights
 from atoll.nets.layouts import LAYOUTS, Layout, detect
 from atoll.nets.router import Router
 
@@ -175,12 +176,12 @@ def convert(
     write_weights(state, destination / WEIGHTS_FILE)
     (destination / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     conversion = Conversion(
-        source={"file": read.file.name, "layout": read.layout, "sha256": sha256(read.file)},
+        source={"file": read.file.name, "layout": read.layout, "sha256": sha256_of(read.file)},
         target=to,
         options=options,
         changes=changes + read.changes,
         metrics=metrics,
-        files={name: sha256(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
+        files={name: sha256_of(destination / name) for name in (WEIGHTS_FILE, CONFIG_FILE)},
     )
     (destination / CONVERSION_FILE).write_text(json.dumps(asdict(conversion), indent=2) + "\n", encoding="utf-8")
     return conversion

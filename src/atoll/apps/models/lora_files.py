@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest, sha256_of
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, DataSpec, ExpertContent, LatentSpec, ShardsContent
@@ -42,7 +42,7 @@ from atoll.experts.network_folder import LORA_WEIGHTS, PEFT_WEIGHTS
 from atoll.flow import objective
 from atoll.nets import build
 from atoll.nets.base import BaseExpert, opened_base
-from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, check_fit, read_weights, sha256, write_weights
+from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, check_fit, read_weights, write_weights
 from atoll.verify.untrusted import Foreign, strict_json
 
 PARTS = {"A": "lora_A", "down": "lora_A", "B": "lora_B", "up": "lora_B"}
@@ -70,7 +70,7 @@ def join(file: Path, run: Path, expert: int, *, images: str | None = None, promp
             images = str(Path(scratch, "images"))
             generate(network, state, pipeline, prompts, folder=Path(images), side=config.data.resolution)
         content, density = encode(config, images, Path(scratch, "run"), like=_latents(run))
-    final.begin(EXPERT, {"lora": sha256(file), "images": content.fingerprint, "network": network.to_dict()})
+    final.begin(EXPERT, {"lora": sha256_of(file), "images": content.fingerprint, "network": network.to_dict()})
     write_weights(state, final.path(WEIGHTS_FILE))
     final.write(CONFIG_FILE, (json.dumps(network.to_dict(), indent=2) + "\n").encode())
     final.write_tensors(DENSITY_FILE, density)

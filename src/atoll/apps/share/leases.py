@@ -162,7 +162,7 @@ class Lease:
         self._advance("held", changes)
 
     def end(self, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
-        """Give up the job, finished or not. This record is the commit: only the holder can create it."""
+        """Give up the job, finished or not. Only the holder can create this record."""
         self._advance(state, changes)
         self._wake.set()
 

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.core.names import Split
-from atoll.data.images import BadImage, decode
+from atoll.data.images import BadImage
 
-__all__ = ["BadImage", "Source", "SourceImage", "SourceOptions", "decode", "describe", "survey"]
+__all__ = ["Source", "SourceImage", "SourceOptions", "describe", "survey"]
 
 SourceKind = Literal["folder", "webdataset", "parquet", "datasets", "emoji"]
 KINDS: tuple[SourceKind, ...] = ("folder", "webdataset", "parquet", "datasets", "emoji")
@@ -63,10 +63,10 @@ class SourceImage:
 
     def __post_init__(self) -> None:
         """Escape invalid Unicode in file names and column values, because everything that is stored must be UTF-8."""
-        object.__setattr__(self, "id", printable(self.id))
-        object.__setattr__(self, "file", None if self.file is None else printable(self.file))
-        object.__setattr__(self, "label", None if self.label is None else printable(self.label))
-        attributes = {printable(key): printable(value) for key, value in self.attributes.items()}
+        object.__setattr__(self, "id", escaped(self.id))
+        object.__setattr__(self, "file", None if self.file is None else escaped(self.file))
+        object.__setattr__(self, "label", None if self.label is None else escaped(self.label))
+        attributes = {escaped(key): escaped(value) for key, value in self.attributes.items()}
         object.__setattr__(self, "attributes", attributes)
 
 
@@ -124,7 +124,7 @@ def _raise_bad_image(reason: str) -> NoReturn:
     raise BadImage(reason)
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     r"""Return the text with invalid Unicode escaped, since file names may have any encoding (caf\xe9.jpg)."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -132,7 +132,7 @@ def printable(text: str) -> str:
 def split_of(key: str, val_fraction: float) -> Split:
     """Return the split of a key, as a function of its hash, so that equal captions are always in one split."""
     # The hash is uniform in [0, 1). A larger fraction holds out everything that a smaller one does, and more.
-    position = int.from_bytes(hashlib.sha256(printable(key).encode()).digest()[:8], "big") / 2**64
+    position = int.from_bytes(hashlib.sha256(escaped(key).encode()).digest()[:8], "big") / 2**64
     return "validation" if position < val_fraction else "train"
 
 

@@ -61,24 +61,24 @@ class ClustersStage(Stage):
     follows = frozenset({"ingest", "features", "network"})
 
     def uses(self) -> str:
-        config = self.job.config.clusters
+        config = self.preparation.config.clusters
         return f"{config.count} by {config.method}"
 
     def made_from(self) -> Inputs:
-        config, index = self.job.config.clusters, self.job.open_index()
+        config, index = self.preparation.config.clusters, self.preparation.open_index()
         needed = features.needed(config, len(index.labels))
-        used = Artifact(self.job.run, features.NAME).open(FEATURES) if needed else None
+        used = Artifact(self.preparation.run, features.NAME).open(FEATURES) if needed else None
         network = {name: used.made_from[name] for name in ("model", "resolution", "weights")} if used else None
         made = {"ingest": index.manifest.digest, "features": used and used.digest, "network": network}
         return {**made, "clusters": config.model_dump()}
 
     def restart(self, artifact: Artifact, inputs: Inputs) -> None:
         """Keep the rule, if it was made with the same network and at least half of its images are still there."""
-        made, config = artifact.manifest(), self.job.config.clusters
+        made, config = artifact.manifest(), self.preparation.config.clusters
         if made is not None and config.count > 1 and not artifact.path(_KEPT).is_file():
             same = config.method == "features" and made.made_from["network"] == inputs["network"]
             before = pq.read_table(artifact.path(ASSIGNMENTS), columns=["id"])["id"]
-            now = pq.read_table(self.job.open_index().artifact.path(IMAGES), columns=["id"])["id"]
+            now = pq.read_table(self.preparation.open_index().artifact.path(IMAGES), columns=["id"])["id"]
             if same and pc.mean(pc.is_in(before, value_set=now.combine_chunks())).as_py() >= 0.5:
                 print("clusters: kept; new images go to the nearest center", flush=True)
                 artifact.path(CENTROIDS).replace(artifact.path(_KEPT))
@@ -91,17 +91,17 @@ class ClustersStage(Stage):
         artifact.restart(self.kind, inputs, keep=lambda path: path.name == _KEPT)
 
     def make(self, artifact: Artifact) -> ClustersContent:
-        index, settings = self.job.open_index(), self.job.config.clusters
+        index, settings = self.preparation.open_index(), self.preparation.config.clusters
         if settings.method == "random" and settings.count > 1:
             warnings.warn(
                 "clusters.method is random: a router cannot learn such clusters, so use it only as an ablation",
                 stacklevel=2,
             )
-        partition = Partition(artifact, index, settings, index.chunks(Artifact(self.job.run, features.NAME)))
+        partition = Partition(artifact, index, settings, index.chunks(Artifact(self.preparation.run, features.NAME)))
         partition.assign()
         report = partition.report()
         artifact.write(REPORT, to_json(report.model_dump(exclude_none=True)))
-        contact_sheets(artifact, index, self.job.source, examples=report.examples)
+        contact_sheets(artifact, index, self.preparation.source, examples=report.examples)
         return ClustersContent(**report.model_dump(include=set(ClustersContent.model_fields)))
 
     def summary(self, content: ClustersContent) -> str:

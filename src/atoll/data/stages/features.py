@@ -12,7 +12,7 @@ from atoll.core.manifests import FEATURES, FeaturesContent
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
 from atoll.data.stages import ingest
-from atoll.data.stages.stage import EncoderStage, PassEncoder, PrepareJob
+from atoll.data.stages.stage import EncoderStage, PassEncoder, Preparation
 from atoll.encoders import efficientnet
 from atoll.encoders.pretrained import fingerprint, model_folder
 from atoll.encoders.vision import open_extractor
@@ -27,12 +27,12 @@ def needed(config: ClustersSection, classes: int | None) -> bool:
     return config.method == "features" or classes is None or classes > config.count
 
 
-def network_inputs(job: PrepareJob) -> dict[str, object]:
+def network_inputs(preparation: Preparation) -> dict[str, object]:
     """Return the images and the network that features are made from."""
-    settings = job.config.features
+    settings = preparation.config.features
     weights = efficientnet.weights_file() if settings.model == "efficientnet-lite0" else model_folder(settings.model)
     chosen = settings.model_dump(include={"model", "resolution", "batch_size"})
-    return {"ingest": ingest.identity(job), **chosen, "weights": fingerprint(weights)}
+    return {"ingest": ingest.identity(preparation), **chosen, "weights": fingerprint(weights)}
 
 
 class FeaturesStage(EncoderStage):
@@ -41,19 +41,19 @@ class FeaturesStage(EncoderStage):
     name, kind, folder = "features", FEATURES, NAME
 
     def uses(self) -> str:
-        return self.job.config.features.model
+        return self.preparation.config.features.model
 
     def unneeded(self) -> bool:
-        index, listing = self.job.index, self.job.listing
+        index, listing = self.preparation.index, self.preparation.listing
         # Before the index is done, the classes are those of all listed images, readable or not.
         classes = len(index.labels) if index else listing.labels if listing else None
-        return not needed(self.job.config.clusters, classes)
+        return not needed(self.preparation.config.clusters, classes)
 
     def made_from(self) -> Inputs:
-        return network_inputs(self.job)
+        return network_inputs(self.preparation)
 
     def open_encoder(self) -> PassEncoder:
-        config = self.job.config.features
+        config = self.preparation.config.features
         extractor = open_extractor(config.model, config.resolution)
         return PassEncoder(
             encode=lambda pixels, _: {"features": extractor(pixels).half()},
@@ -63,7 +63,7 @@ class FeaturesStage(EncoderStage):
         )
 
     def make(self, artifact: Artifact) -> FeaturesContent:
-        index = self.job.open_index()
+        index = self.preparation.open_index()
         chunks = index.chunks(artifact)
         chunks.remove_others()
         with safe_open(artifact.path(chunks.first_file()), "pt") as first:

@@ -23,16 +23,16 @@ from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError, shown
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
+from atoll.core.prepared import READING
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
+from atoll.data.images import BadImage
 from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
 from atoll.data.sources.open import open_source
-from atoll.data.sources.source import BadImage, Source, SourceImage, SourceOptions, digest
-from atoll.data.stages.stage import AGAIN, KEYS, PrepareJob, Stage
+from atoll.data.sources.source import Source, SourceImage, SourceOptions, digest
+from atoll.data.stages.stage import AGAIN, KEYS, Preparation, Stage
 
 NAME = layout.INGEST
-_READING = {"kind", "image", "caption", "label", "id", "split", "val_fraction"}
-"""Settings that say how the source is read."""
 TAB = "\t"
 _FOLDER = PARTS.partition("/")[0]
 _REJECTION = [("file", pa.string()), ("reason", pa.string())]
@@ -43,23 +43,25 @@ _NAMED = 10
 
 def open_configured(data: DataSection) -> Source:
     """Open the source that a run's configuration names."""
-    options = SourceOptions(**data.model_dump(include=_READING), caption_lines=data.caption_lines)
+    options = SourceOptions(**data.model_dump(include=set(READING)), caption_lines=data.caption_lines)
     return open_source(data.source, options)
 
 
-def made_from(job: PrepareJob) -> Inputs:
+def made_from(preparation: Preparation) -> Inputs:
     """Return the source and the settings that the index is made from."""
-    data = job.config.data
-    settings = data.model_dump(include={*_READING, "resolution", "chunk", "buckets"})
+    data = preparation.config.data
+    settings = data.model_dump(include={*READING, "resolution", "chunk", "buckets"})
+    if data.caption_lines:
+        settings["caption_lines"] = True
     # Without buckets, the options of buckets have no effect.
     if data.buckets != "off":
-        settings |= {"max_upscale": data.max_upscale, "multiple": job.multiple}
-    return {"source": job.source.kind, **settings, "fingerprint": job.source.fingerprint}
+        settings |= {"max_upscale": data.max_upscale, "multiple": preparation.multiple}
+    return {"source": preparation.source.kind, **settings, "fingerprint": preparation.source.fingerprint}
 
 
-def identity(job: PrepareJob) -> str:
+def identity(preparation: Preparation) -> str:
     """Return a hash of the inputs of the index. It is an input of everything else that the pass makes."""
-    return hashlib.sha256(to_json(made_from(job))).hexdigest()
+    return hashlib.sha256(to_json(made_from(preparation))).hexdigest()
 
 
 def image_digest(image: SourceImage, data: bytes | None = None) -> str:
@@ -73,10 +75,10 @@ def image_digest(image: SourceImage, data: bytes | None = None) -> str:
     return digest(image.id, metadata, data)
 
 
-def chunk_key(job: PrepareJob, digests: Sequence[str]) -> str:
+def chunk_key(preparation: Preparation, digests: Sequence[str]) -> str:
     """Return the key of a chunk, from the digests of its images."""
-    settings = {name: value for name, value in made_from(job).items() if name != "fingerprint"}
-    return digest(*digests, to_json([settings, job.list_source().sizes]))
+    settings = {name: value for name, value in made_from(preparation).items() if name != "fingerprint"}
+    return digest(*digests, to_json([settings, preparation.list_source().sizes]))
 
 
 def row_of(
@@ -98,29 +100,29 @@ def row_of(
     return {**row, "split": image.split, "attributes": attributes, **shape, **rejection, "digest": digest}
 
 
-def write_part(job: PrepareJob, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
+def write_part(preparation: Preparation, chunk: int, key: str, rows: list[dict[str, Any]]) -> None:
     """Write the table of a chunk, and note its key. Its other files must be complete."""
-    with Artifact(job.run, NAME).writing(PARTS.format(key)) as path:
+    with Artifact(preparation.run, NAME).writing(PARTS.format(key)) as path:
         pq.write_table(pa.Table.from_pylist(rows, schema=_PART), path)
-    note_key(job, chunk, key)
+    note_key(preparation, chunk, key)
 
 
-def note_key(job: PrepareJob, chunk: int, key: str) -> None:
+def note_key(preparation: Preparation, chunk: int, key: str) -> None:
     """Note the key of a chunk of the source, all files of which are complete."""
-    folder = job.run / NAME / KEYS
+    folder = preparation.run / NAME / KEYS
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"{chunk:06d}.*{AGAIN}"):
         path.unlink(missing_ok=True)
     (folder / f"{chunk:06d}.{key}").touch()
 
 
-def sizes_by_id(job: PrepareJob, chunk: int, key: str | None) -> dict[str, Size] | None:
+def sizes_by_id(preparation: Preparation, chunk: int, key: str | None) -> dict[str, Size] | None:
     """Return the sizes of the readable images of a chunk by id; None if the chunk is not checked yet."""
-    if job.index:
-        return dict(zip(job.index.read(chunk, ["id"])["id"], job.index.sizes(chunk), strict=True))
+    if index := preparation.find_index():
+        return dict(zip(index.read(chunk, ["id"])["id"], index.sizes(chunk), strict=True))
     if key is None:
         return None
-    part = pq.read_table(job.run / NAME / PARTS.format(key))
+    part = pq.read_table(preparation.run / NAME / PARTS.format(key))
     fine = part.filter(part["reason"].is_null()).to_pydict()
     return {id: Size(h, w) for id, h, w in zip(fine["id"], fine["height"], fine["width"], strict=True)}
 
@@ -134,42 +136,42 @@ class IngestStage(Stage):
     follows = frozenset({"fingerprint"})
 
     def uses(self) -> str:
-        data = self.job.config.data
+        data = self.preparation.config.data
         return f"{data.source} at {data.resolution} px"
 
     def made_from(self) -> Inputs:
-        return made_from(self.job)
+        return made_from(self.preparation)
 
     def chunks(self) -> Chunks | None:
         """Return the chunks of the source, with readable and rejected images."""
-        listing, size = self.job.listing, self.job.config.data.chunk
+        listing, size = self.preparation.listing, self.preparation.config.data.chunk
         if listing is None:
             return None
-        return Chunks(self.artifact, listing.images, size, PARTS, listing.lengths, self.job.chunk_keys())
+        return Chunks(self.artifact, listing.images, size, PARTS, listing.lengths, self.preparation.chunk_keys())
 
     def _is_made(self, artifact: Artifact, inputs: Inputs) -> bool:
         made = super()._is_made(artifact, inputs)
         if made:
-            self.job.open_index()  # for the stages after this one, which read it from the job
+            self.preparation.open_index()  # for the stages after this one, which read it from the preparation
         return made
 
     def restart(self, artifact: Artifact, inputs: Inputs) -> None:
         """Keep the parts of the chunks, and note where the chunks began."""
         print(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again", flush=True)
         committed = artifact.manifest() is not None
-        if self.job.listing and (committed or not artifact.path(BEFORE).is_file()):
-            known = self.job.chunk_keys(again=True)
+        if self.preparation.listing and (committed or not artifact.path(BEFORE).is_file()):
+            known = self.preparation.chunk_keys(again=True)
             keys = tuple(key for key in known if key)
-            before = Before(sizes=self.job.listing.sizes, keys=keys, complete=None not in known)
+            before = Before(sizes=self.preparation.listing.sizes, keys=keys, complete=None not in known)
             artifact.write(BEFORE, to_json(before.model_dump()))
         artifact.restart(self.kind, inputs, keep=lambda path: path.name == BEFORE or path.parent.name == _FOLDER)
-        self.job.listing = self.job.index = None
+        self.preparation.listing = self.preparation.index = None
 
     def make(self, artifact: Artifact) -> IngestContent:
         """Join all parts."""
         chunks = self.chunks()
         assert chunks is not None
-        check_rejects(chunks, self.job.config.data)
+        check_rejects(chunks, self.preparation.config.data)
         content = _join(artifact, chunks)
         chunks.remove_others()
         return content

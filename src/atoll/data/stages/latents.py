@@ -51,23 +51,23 @@ class LatentsStage(EncoderStage):
     name, kind, folder = "latents", LATENTS, NAME
 
     def uses(self) -> str:
-        return self.job.config.latents.autoencoder
+        return self.preparation.config.latents.autoencoder
 
     def note(self) -> str | None:
-        return note(self.job.config)
+        return note(self.preparation.config)
 
     def made_from(self) -> Inputs:
-        config, data = self.job.config.latents, self.job.config.data
+        config, data = self.preparation.config.latents, self.preparation.config.data
         # Latents are stored without normalization, so the setting is an input of the shards, not of this artifact. But
         # an autoencoder without a scaling factor must be an error here, before the work.
         if config.normalization == "scale":
             scale_of(config.autoencoder)
         settings = {"resolution": data.resolution, **config.model_dump(exclude={"normalization"})}
-        settings |= {"flip": _stores_mirrored(self.job.config), "weights": weights_of(config.autoencoder)}
-        return {"ingest": ingest.identity(self.job), **settings}
+        settings |= {"flip": _stores_mirrored(self.preparation.config), "weights": weights_of(config.autoencoder)}
+        return {"ingest": ingest.identity(self.preparation), **settings}
 
     def open_encoder(self) -> PassEncoder:
-        config, mirrors = self.job.config.latents, _stores_mirrored(self.job.config)
+        config, mirrors = self.preparation.config.latents, _stores_mirrored(self.preparation.config)
         codec, dtype = open_codec(config.autoencoder), getattr(torch, config.dtype)
 
         def encode(pixels: Pixels, _: Size) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class LatentsStage(EncoderStage):
         return PassEncoder(encode, config.batch_size, input_size=lambda size: size, by_size=True, summarize=moments)
 
     def make(self, artifact: Artifact) -> LatentsContent:
-        index, config = self.job.open_index(), self.job.config.latents
+        index, config = self.preparation.open_index(), self.preparation.config.latents
         chunks = index.chunks(artifact)
         chunks.remove_others()
 

@@ -155,24 +155,24 @@ class PatchesStage(EncoderStage):
     name, kind, folder = "patches", PATCHES, NAME
 
     def uses(self) -> str:
-        config = self.job.config.features
+        config = self.preparation.config.features
         return f"{config.model}, {config.patch_dimensions} dimensions"
 
     def unneeded(self) -> bool:
-        return not self.job.config.features.patch_dimensions
+        return not self.preparation.config.features.patch_dimensions
 
     def made_from(self) -> Inputs:
-        config = self.job.config
+        config = self.preparation.config
         made = {"dimensions": config.features.patch_dimensions, "grid": _square(config)[1]}
-        return {**features.network_inputs(self.job), **made, **({"flip": True} if config.data.flip else {})}
+        return {**features.network_inputs(self.preparation), **made, **({"flip": True} if config.data.flip else {})}
 
     def open_encoder(self) -> PassEncoder:
-        sizes = self.job.list_source().buckets
-        network = _Patches(self.job.config, sizes)
+        sizes = self.preparation.list_source().buckets
+        network = _Patches(self.preparation.config, sizes)
         projection = self._projection(network, sizes)
         return PassEncoder(
             encode=lambda pixels, size: {"patches": projection.encode(network(pixels, size))},
-            batch_size=self.job.config.features.batch_size,
+            batch_size=self.preparation.config.features.batch_size,
             input_size=network.input_size,
             by_size=True,
         )
@@ -182,12 +182,12 @@ class PatchesStage(EncoderStage):
 
         Its sample is decoded before the pass, and again in it.
         """
-        artifact, config = self.artifact, self.job.config
+        artifact, config = self.artifact, self.preparation.config
         # It stays the same if the source changes, because unchanged chunks were made with it.
         if not artifact.path(PROJECTION).is_file():
-            train = (image for image in self.job.source.images() if image.split == "train")
+            train = (image for image in self.preparation.source.images() if image.split == "train")
             # Evenly spread, because sources are often sorted: the first thousand images may show one class.
-            sample = islice(train, 0, None, -(-self.job.list_source().train // FIT_IMAGES))
+            sample = islice(train, 0, None, -(-self.preparation.list_source().train // FIT_IMAGES))
             waiting: dict[Size, list[Pixels]] = defaultdict(list)
 
             def decode(image: SourceImage) -> tuple[Size, Pixels] | None:
@@ -215,13 +215,13 @@ class PatchesStage(EncoderStage):
         return Projection(**{name: part.to(network.extractor.device) for name, part in tensors.items()})
 
     def make(self, artifact: Artifact) -> PatchesContent:
-        index = self.job.open_index()
+        index = self.preparation.open_index()
         index.chunks(artifact).remove_others(keep=[PROJECTION])
         return PatchesContent(
             rows=index.rows,
-            model=self.job.config.features.model,
-            weights=str(features.network_inputs(self.job)["weights"]),
-            grid=_square(self.job.config)[1],
+            model=self.preparation.config.features.model,
+            weights=str(features.network_inputs(self.preparation)["weights"]),
+            grid=_square(self.preparation.config)[1],
             steps=tuple(load_file(artifact.path(PROJECTION))["step"].tolist()),
             ingest=index.manifest.digest,
         )

@@ -52,7 +52,7 @@ from atoll.data.chunks import MIRRORED, WorkerShare, read_rows, select_rows
 from atoll.data.density import write_density
 from atoll.data.index import IMAGES, Index
 from atoll.data.stages import clusters, latents, patches, text
-from atoll.data.stages.stage import PrepareJob, Stage
+from atoll.data.stages.stage import Preparation, Stage
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.hub import public_name
 from atoll.nets.arguments import ARGUMENT, SHAPE, SHARED
@@ -72,26 +72,27 @@ class ShardsStage(Stage):
     follows = frozenset(needs)
 
     def uses(self) -> str:
-        return f"{self.job.config.data.shard_rows:,} images per file"
+        return f"{self.preparation.config.data.shard_rows:,} images per file"
 
     def made_from(self) -> Inputs:
         """Return the common inputs of the shards of all clusters."""
-        run, config = self.job.run, self.job.config
-        _, _, text, patches = self.earlier
+        run, config = self.preparation.run, self.preparation.config
+        _, _, text_stage, patches_stage = self.earlier
         return {
             "clusters": Artifact(run, layout.CLUSTERS).open(CLUSTERS).digest,
             "latents": Artifact(run, layout.LATENTS).open(LATENTS).digest,
-            "text": None if text.unneeded() else Artifact(run, layout.TEXT).open(TEXT).digest,
-            "patches": None if patches.unneeded() else Artifact(run, layout.PATCHES).open(PATCHES).digest,
+            "text": None if text_stage.unneeded() else Artifact(run, layout.TEXT).open(TEXT).digest,
+            "patches": None if patches_stage.unneeded() else Artifact(run, layout.PATCHES).open(PATCHES).digest,
             "shard_rows": config.data.shard_rows,
             "normalization": config.latents.normalization,
             "flip": config.data.flip,
         }
 
     def outputs(self) -> list[tuple[Artifact, Inputs]]:
-        common, clusters = self.made_from(), range(self.job.config.clusters.count)
+        common, clusters = self.made_from(), range(self.preparation.config.clusters.count)
         return [
-            (Artifact(self.job.run, layout.shards(cluster)), {**common, "cluster": cluster}) for cluster in clusters
+            (Artifact(self.preparation.run, layout.shards(cluster)), {**common, "cluster": cluster})
+            for cluster in clusters
         ]
 
     def _share(self, worker: WorkerShare) -> Sequence[tuple[Artifact, Inputs]]:
@@ -99,15 +100,19 @@ class ShardsStage(Stage):
 
     def make(self, artifact: Artifact) -> ShardsContent:
         cluster = [made for made, _ in self.outputs()].index(artifact)
-        _, _, text, patches = self.earlier
-        run, index = self.job.run, self.job.open_index()
-        captions = None if text.unneeded() else _text_spec(run, index)
-        parts = None if patches.unneeded() else _patch_spec(run)
-        return _Writer.of(self.job, captions, parts).cluster(artifact, cluster)
+        _, _, text_stage, patches_stage = self.earlier
+        run, index = self.preparation.run, self.preparation.open_index()
+        captions = None if text_stage.unneeded() else _text_spec(run, index)
+        parts = None if patches_stage.unneeded() else _patch_spec(run)
+        return _Writer.of(self.preparation, captions, parts).cluster(artifact, cluster)
 
     def state(self) -> str:
         made = 0 if self.first_missing() else sum(artifact.manifest() is not None for artifact, _ in self.outputs())
-        return f"{made} of {self.job.config.clusters.count} folders" if made and not self.done() else super().state()
+        return (
+            f"{made} of {self.preparation.config.clusters.count} folders"
+            if made and not self.done()
+            else super().state()
+        )
 
     def summary(self, content: ShardsContent) -> str:
         return f"{content.clusters} folders like {self.artifact.folder}"
@@ -127,9 +132,9 @@ class _Writer:
     patches: PatchSpec | None
 
     @classmethod
-    def of(cls, job: PrepareJob, text: TextSpec | None, patches: PatchSpec | None) -> "_Writer":
+    def of(cls, preparation: Preparation, text: TextSpec | None, patches: PatchSpec | None) -> "_Writer":
         """Return the writer of a run whose other stages are done."""
-        run, index = job.run, job.open_index()
+        run, index = preparation.run, preparation.open_index()
         encoded = Artifact(run, layout.LATENTS)
         made_from, measured = encoded.open(LATENTS).made_from, encoded.read(LATENTS)
         # The order is that of the index: a manifest has its keys in the order of the alphabet.
@@ -142,7 +147,7 @@ class _Writer:
             shape=measured.shape,
             sizes=tuple((height, width) for _, height, width in sizes.values()) if len(sizes) > 1 else None,
         )
-        return cls(run, index, job.config, spec, sizes, text, patches)
+        return cls(run, index, preparation.config, spec, sizes, text, patches)
 
     def cluster(self, artifact: Artifact, cluster: int) -> ShardsContent:
         """Write the shards of one cluster, except those that an interrupted job has written already."""

@@ -7,7 +7,7 @@ bytes do not depend on which worker made what.
 The stages that need pixels are computed together, in one pass over the source (`data/one_pass.py`).
 
 A changed setting is an error, which names the change. If the source or an artifact of an earlier stage changed, the
-stage begins again, and keeps the chunks that did not change.
+stage begins again. The index and the stages with chunks of tensors keep those that did not change.
 """
 
 import os
@@ -37,7 +37,7 @@ AGAIN = "-again"
 
 
 @dataclass
-class PrepareJob:
+class Preparation:
     """A run, its configuration and its source; its listing and its index as soon as they exist."""
 
     run: Path
@@ -58,15 +58,12 @@ class PrepareJob:
         """Return the keys of all chunks of the source; None for a chunk that is not checked yet.
 
         With `again`, also return the keys of chunks that are to be read again.
-
-        Open the index (`index`) if it is finished, which another worker may have done meanwhile.
         """
         folder = self.run / layout.INGEST / KEYS
         noted = os.listdir(folder) if folder.is_dir() else []
         # After the scratch folder was listed: a worker that finishes the index removes the folder after that.
-        self.index = self.index or Index.find(self.run)
-        if self.index:
-            return list(self.index.keys)
+        if index := self.find_index():
+            return list(index.keys)
         listing = self.list_source()
         keys: list[str | None] = [None] * (len(listing.lengths or ()) or -(-listing.images // self.config.data.chunk))
         for name in noted:
@@ -74,6 +71,11 @@ class PrepareJob:
             if again or not name.endswith(AGAIN):
                 keys[int(chunk)] = key
         return keys
+
+    def find_index(self) -> Index | None:
+        """Return the index if it is finished, which another worker may have done meanwhile."""
+        self.index = self.index or Index.find(self.run)
+        return self.index
 
     def open_index(self) -> Index:
         """Return the index, which must be finished."""
@@ -106,7 +108,19 @@ class PassEncoder:
 
 
 class Stage(ABC):
-    """One stage of a job. `earlier` are the stages whose artifacts it reads."""
+    """One stage. `earlier` are the stages whose artifacts it reads.
+
+    Its methods in the order of their calls:
+
+    done      True if it is finished or not needed; then nothing follows
+    begin     write the plans of its artifacts; `restart` those that are outdated
+    (pass)    `one_pass.run_pass` writes the chunks of the stages that need pixels
+    finish    begin again, which changes nothing after the pass
+      fill      write the chunks that the pass does not write
+      chunks    end here as long as chunks of other workers are missing
+      make      join the chunks of each artifact; its commit follows
+      done      check the result
+    """
 
     name: ClassVar[StageName]
     kind: ClassVar[ArtifactKind[Any]]
@@ -124,40 +138,42 @@ class Stage(ABC):
     follows: ClassVar[frozenset[str]] = frozenset({"ingest"})
     """Inputs that are no settings, but the source or artifacts of earlier stages."""
 
-    def __init__(self, job: PrepareJob, earlier: Mapping[StageName, "Stage"]) -> None:
-        self.job = job
-        self.artifact = Artifact(job.run, self.folder)
+    def __init__(self, preparation: Preparation, earlier: Mapping[StageName, "Stage"]) -> None:
+        self.preparation = preparation
+        self.artifact = Artifact(preparation.run, self.folder)
         self.earlier = tuple(earlier[name] for name in self.needs)
         self._done = False
 
     # What a stage defines
 
     @abstractmethod
-    def uses(self) -> str:
-        """Return the main setting, for `--dry-run`."""
-
-    @abstractmethod
     def made_from(self) -> Inputs:
         """Return the inputs of its artifact; the stages before must be done."""
-
-    @abstractmethod
-    def make(self, artifact: Artifact) -> Content:
-        """Make an artifact from its chunks. Return the content to commit."""
 
     def outputs(self) -> list[tuple[Artifact, Inputs]]:
         """Return its artifacts, each with all of its inputs."""
         return [(self.artifact, self.made_from())]
 
-    def chunks(self) -> Chunks | None:
-        """Return the chunks that workers divide; None as long as their number is unknown."""
-        return None
+    def unneeded(self) -> bool:
+        """Return whether the run does not need this stage; False as long as that is not known."""
+        return False
 
     def fill(self, worker: WorkerShare) -> None:  # noqa: B027 - most stages have nothing to fill
         """Make this worker's missing chunks, if the pass does not make them."""
 
-    def unneeded(self) -> bool:
-        """Return whether the run does not need this stage; False as long as that is not known."""
-        return False
+    def chunks(self) -> Chunks | None:
+        """Return the chunks that workers divide; None as long as their number is unknown."""
+        return None
+
+    @abstractmethod
+    def make(self, artifact: Artifact) -> Content:
+        """Make an artifact from its chunks. Return the content to commit."""
+
+    # What it prints
+
+    @abstractmethod
+    def uses(self) -> str:
+        """Return the main setting, for `--dry-run`."""
 
     def note(self) -> str | None:
         """Return a warning about settings that are valid but probably a mistake."""
@@ -249,18 +265,18 @@ class EncoderStage(ChunkStage):
 
     def chunks(self) -> Chunks | None:
         """Return its chunks; until the index is finished, as if all images were readable."""
-        job = self.job
-        if job.listing is None:
+        preparation = self.preparation
+        if preparation.listing is None:
             return None
-        keys = job.chunk_keys()  # opens the index if it is finished
-        if job.index:
-            return job.index.chunks(self.artifact)
-        size, lengths = job.config.data.chunk, job.listing.lengths
-        return Chunks(self.artifact, job.listing.images, size, lengths=lengths, keys=keys)
+        keys = preparation.chunk_keys()
+        if index := preparation.find_index():
+            return index.chunks(self.artifact)
+        size, lengths = preparation.config.data.chunk, preparation.listing.lengths
+        return Chunks(self.artifact, preparation.listing.images, size, lengths=lengths, keys=keys)
 
     def is_outdated(self, artifact: Artifact, inputs: Inputs) -> bool:
         # Its plan cannot have the digest of the index, which the same pass makes. So its content has it. It differs if
         # somebody deleted the index, and images that were unreadable then are readable now.
-        index, made = self.job.index, artifact.manifest()
+        index, made = self.preparation.index, artifact.manifest()
         other = index and made and self.kind.parse(made, artifact.folder).ingest != index.manifest.digest
         return bool(other) or super().is_outdated(artifact, inputs)

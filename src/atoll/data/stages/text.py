@@ -37,21 +37,21 @@ class TextStage(ChunkStage):
     needs_gpu = True
 
     def uses(self) -> str:
-        return self.job.config.text.encoder
+        return self.preparation.config.text.encoder
 
     def unneeded(self) -> bool:
-        index = self.job.index
-        return self.job.config.text.encoder == "none" or (index is not None and not index.content.captions)
+        index = self.preparation.index
+        return self.preparation.config.text.encoder == "none" or (index is not None and not index.content.captions)
 
     def made_from(self) -> Inputs:
-        config, ingested = self.job.config.text, self.job.open_index().manifest.digest
+        config, ingested = self.preparation.config.text, self.preparation.open_index().manifest.digest
         return {"ingest": ingested, **config.model_dump(), "weights": weights_of(config.encoder)}
 
     def chunks(self) -> Chunks:
-        return self.job.open_index().chunks(self.artifact)
+        return self.preparation.open_index().chunks(self.artifact)
 
     def fill(self, worker: WorkerShare) -> None:
-        index, config, chunks = self.job.open_index(), self.job.config.text, self.chunks()
+        index, config, chunks = self.preparation.open_index(), self.preparation.config.text, self.chunks()
         if not (missing := chunks.missing(worker)):
             return
         if config.encoder.startswith(BASE):
@@ -71,8 +71,8 @@ class TextStage(ChunkStage):
 
     def _arguments(self, chunks: list[int]) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """Yield the arguments of a base network for every caption, at the size of its image, one by one."""
-        index, dtype = self.job.open_index(), getattr(torch, self.job.config.text.dtype)
-        base = open_base(self.job.config.text.encoder)
+        index, dtype = self.preparation.open_index(), getattr(torch, self.preparation.config.text.dtype)
+        base = open_base(self.preparation.config.text.encoder)
         for chunk in chunks:
             for captions, size in zip(image_captions(index, chunk), index.sizes(chunk), strict=True):
                 rows = []
@@ -88,12 +88,12 @@ class TextStage(ChunkStage):
                 yield chunk, 1, {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def make(self, artifact: Artifact) -> TextContent:
-        index, chunks = self.job.open_index(), self.chunks()
+        index, chunks = self.preparation.open_index(), self.chunks()
         chunks.remove_others()
         rows = sum(len(captions) for chunk in range(chunks.count) for captions in image_captions(index, chunk))
         precision = dtype_name(compute_dtype(default_device()))
-        if self.job.config.text.encoder.startswith(BASE):
-            base = open_base(self.job.config.text.encoder)
+        if self.preparation.config.text.encoder.startswith(BASE):
+            base = open_base(self.preparation.config.text.encoder)
             for size in index.train_sizes():
                 # The arguments of no prompt: the null condition, and what depends on the size alone
                 tensors, structure = flatten(base.arguments("", size))
@@ -108,7 +108,7 @@ class TextStage(ChunkStage):
             width, pooled = (chunk.get_slice(name).get_shape()[1] for name in ("tokens", "pooled"))
         return TextContent(
             rows=rows,
-            max_tokens=self.job.config.text.max_tokens,
+            max_tokens=self.preparation.config.text.max_tokens,
             dimensions=width,
             pooled=pooled,
             precision=precision,
