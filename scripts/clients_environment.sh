@@ -5,6 +5,6 @@ cd "$(dirname "$0")/.."
 venv=.venv-clients
 if [ ! "$venv/.ready" -nt "$0" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai==3.51.0 'litellm>=1.83'
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check openai==3.51.0 litellm==1.83.0
     touch "$venv/.ready"
 fi
