@@ -210,8 +210,8 @@ def _encode_event(request: RequestState, event: Event) -> bytes:
 async def collect_images(request: RequestState, events: EventQueue, http_request: Request) -> ImagesResponse:
     """Wait for all images of a request; cancel it if its client disconnects."""
 
-    # The body has been read, so the next message says that the client is gone. Waiting for it costs nothing, while asking
-    # for it again and again (`is_disconnected`) takes time from the engine's thread.
+    # The body has been read, so the next message says that the client is gone. Waiting for it costs nothing, while
+    # asking again and again (`is_disconnected`) takes time from the engine's thread.
     async def cancel_when_gone() -> None:
         while (await http_request.receive())["type"] != "http.disconnect":
             pass
