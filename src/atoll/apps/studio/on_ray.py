@@ -31,6 +31,8 @@ from atoll.core.options import QuantizedLoadOptions
 
 # A request whose replicas die this often has probably killed them; a machine is hardly lost three times in a row.
 ATTEMPTS = 3
+# Seconds before the next attempt: a lost machine takes several replicas, and Ray needs a moment to notice all of them.
+PAUSE_SECONDS = 1.0
 # Seconds of high load before Ray adds replicas. Ray's 30 s exceed many requests; loading a model takes about as long.
 UPSCALE_SECONDS = 10.0
 # Parts of an ASGI scope that are plain values. The others belong to this process.
@@ -135,6 +137,7 @@ class Front:
                 if isinstance(lost, ray.exceptions.RayTaskError) or (started and not stream):
                     raise
                 print(f"a replica died ({type(lost).__name__}); sending its request again", file=sys.stderr, flush=True)
+                await asyncio.sleep(PAUSE_SECONDS)
             finally:
                 response.cancel()
         if not started:
