@@ -1,9 +1,12 @@
 """Test drivers of the launchers: start a launch, and preempt the machine of a job."""
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ MAIN = "import sys; from atoll.cli import main; sys.exit(main(sys.argv[1:]))"
 class Local:
     """Two parallel processes on this machine."""
 
-    options = ("--on", "local", "--max-parallel", "2")
+    options: tuple[str, ...] = ("--on", "local", "--max-parallel", "2")
 
     def start(self) -> None:
         pass
@@ -47,6 +50,29 @@ class Local:
         """Send SIGTERM to the attempt, as the owner of a machine would."""
         os.kill(attempts(run, step)[0], signal.SIGTERM)
         yield
+
+
+class Command(Local):
+    """A shell script as a scheduler: it starts every job at once, in a session of its own."""
+
+    script = """#!/bin/sh
+    # usage: scheduler.sh NAME FILE: start FILE and print a job id, as schedulers do
+    test "$#" -eq 2 && test -x "$2" || { echo "usage: NAME FILE" >&2; exit 3; }
+    echo "$1" >> "$(dirname "$0")/submitted.txt"
+    setsid "$2" > /dev/null 2>&1 < /dev/null &
+    echo "job $!"
+    """
+
+    def start(self) -> None:
+        # A path with a space and a quote: templates are split into words, but paths are not.
+        self.folder = Path(tempfile.mkdtemp(prefix="scheduler of o'neill "))
+        self.file = self.folder / "scheduler.sh"
+        self.file.write_text("\n".join(line.strip() for line in self.script.splitlines()))
+        self.file.chmod(0o755)
+        self.options = ("--on", "command", f"{shlex.quote(str(self.file))} {{name}} {{command}}", "--wait")
+
+    def stop(self) -> None:
+        shutil.rmtree(self.folder)
 
 
 class Slurm(Local):
@@ -116,7 +142,7 @@ class Ray(Local):
         return next(address for address in self.nodes if f"={address}" in words)
 
 
-ENGINES = {"local": Local, "slurm": Slurm, "ray": Ray}
+ENGINES = {"local": Local, "command": Command, "slurm": Slurm, "ray": Ray}
 
 
 def attempts(run: Path, step: str) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from launch import slurm
-from launch.engines import ENGINES, Local, Watch, attempts, ranks, trainers, wait_until
+from launch.engines import ENGINES, Command, Local, Watch, attempts, ranks, trainers, wait_until
 from train.conftest import merge
 from train.workers import TINY, assert_same_weights, finish, metrics
 from waiting import HOUR
@@ -24,7 +24,7 @@ Run = Callable[..., Path]
 LONGER = {"train": {"total_images": 960, "save_every": 64, "keep_last": 99, "log_every": 64}}
 
 
-@pytest.fixture(scope="module", params=["local", "slurm", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["local", "command", "slurm", pytest.param("ray", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Local]:
     if request.param == "slurm" and (reason := slurm.missing_requirement()):
         pytest.skip(reason)
@@ -138,11 +138,11 @@ def test_a_job_that_cannot_succeed_blocks_only_its_dependents(engine: Local, new
 
 
 def test_several_processes_of_an_island_train_one_expert(engine: Local, new_run: Run, plain: Path) -> None:
-    """Local: two processes on one node. Slurm and Ray: one process on each of two nodes."""
+    """Local and command: two processes on one node. Slurm and Ray: one process on each of two nodes."""
     run = new_run(train={"total_images": 160})
     straight = new_run("straight", train={"total_images": 160})
     assert finish(straight, "--expert", "0") == 0
-    shape = ("--island.processes", "2") if type(engine) is Local else ("--island.nodes", "2")
+    shape = ("--island.processes", "2") if type(engine) in (Local, Command) else ("--island.nodes", "2")
     launch = engine.launch(run, "--jobs", "experts", "--experts", "0", *shape)
     wait_until(lambda: ranks(run) == {"0 of 2", "1 of 2"}, launch, "two processes that train")
     code, _, err = ended(launch)

@@ -62,7 +62,7 @@ def test_the_error_names_the_invalid_field(
     response = http.post(f"{url}/v1/images", content=json.dumps(values), headers={"content-type": "application/json"})
     assert response.status_code == 422
     error = response.json()["error"]
-    assert error["field"] == field
+    assert error["param"] == field
     assert message in error["message"]
 
 
@@ -83,7 +83,7 @@ def test_an_invalid_body_is_rejected(served: Served, body: bytes, status: int) -
     response = http.post(f"{url}/v1/images", content=body, headers={"content-type": "application/json"})
     assert response.status_code == status
     assert response.json()["error"]["message"]
-    assert response.json()["error"]["field"] is None
+    assert response.json()["error"]["param"] is None
 
 
 def test_a_large_chunked_body_is_rejected(served: Served) -> None:

@@ -85,5 +85,5 @@ def test_requests_for_several_sizes_run_together(url: str) -> None:
 def test_other_sizes_are_errors(url: str, body: dict[str, Any], field: str, message: str) -> None:
     response = http.post(f"{url}/v1/images", json=body)
     assert response.status_code == 422
-    assert response.json()["error"]["field"] == field
+    assert response.json()["error"]["param"] == field
     assert message in response.json()["error"]["message"]

@@ -15,12 +15,12 @@ from atoll.core import layout
 
 @dataclass
 class Launch:
-    """Run all remaining jobs of a run on this machine, Slurm or Ray."""
+    """Run all remaining jobs of a run on this machine, Slurm, Ray or another scheduler."""
 
     folder: RunFolder
     """Folder of the run."""
-    on: Literal["local", "slurm", "ray"] = "local"
-    """Where to run the jobs."""
+    on: Literal["local", "slurm", "ray"] | tuple[Literal["command"], str] = "local"
+    """Where to run the jobs; `command TEMPLATE` submits each with a command, in which {command} is its script."""
     jobs: tuple[Literal["prepare", "start", "experts", "router", "monolith", "student"], ...] = (
         *("prepare", "experts", "router"),
     )
@@ -36,7 +36,7 @@ class Launch:
     retries: int = 3
     """Retry a job at most this many times in a row without progress."""
     wait: bool = False
-    """Slurm and Ray: wait until all jobs have ended. Local jobs are always waited for."""
+    """All but local: wait until all jobs have ended. Local jobs are always waited for."""
     print: bool = False
     """Print the commands or scripts of all jobs and exit."""
     json: bool = False
@@ -46,6 +46,7 @@ class Launch:
 examples:
   atoll launch runs/mine
   atoll launch runs/mine --on slurm --island.gpus 8 --jobs experts router
+  atoll launch runs/mine --on command "qsub -N {name} {command}" --wait
 """
 
     def run(self) -> None:
@@ -71,7 +72,9 @@ examples:
         if self.on != "local" and config.island.gpus == "auto":
             requested = "one GPU" if gpus else "no GPU; set island.gpus to train on GPUs"
             print(f"island.gpus is auto: jobs request {requested}", file=sys.stderr, flush=True)
-        launcher = LAUNCHERS[self.on](LaunchSettings(run, config.island, self.retries, self.max_parallel, gpus))
+        name, *template = (self.on,) if isinstance(self.on, str) else self.on
+        settings = LaunchSettings(run, config.island, self.retries, self.max_parallel, gpus)
+        launcher = LAUNCHERS[name](settings, *template)
         request = LaunchRequest(self.jobs, self.experts, self.prepare_workers, self.overrides)
         if self.print:
             print(show(launcher, config, request))

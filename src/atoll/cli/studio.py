@@ -28,8 +28,10 @@ class Serve:
         """Serve until Ctrl-C or SIGTERM."""
         # The web framework is an optional extra.
         try:
+            from atoll.apps.studio.on_ray import serve_on_ray
             from atoll.apps.studio.serve import serve
         except ModuleNotFoundError as error:
             raise AtollError(f"the studio needs the package {error.name}; pip install 'atoll[studio]'") from error
         token = self.server.token if self.server.token is not None else os.environ.get(TOKEN)
-        serve(self.folder, self.load, replace(self.server, token=token))
+        start = serve_on_ray if self.server.on == "ray" else serve
+        start(self.folder, self.load, replace(self.server, token=token))

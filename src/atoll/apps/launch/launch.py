@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from atoll.apps.launch.launcher import Launcher, LaunchSettings
+from atoll.apps.launch.command import Command
+from atoll.apps.launch.launcher import Launcher
 from atoll.apps.launch.local import Local
 from atoll.apps.launch.ray import Ray
 from atoll.apps.launch.slurm import Slurm
@@ -17,7 +18,7 @@ from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
-LAUNCHERS: dict[str, Callable[[LaunchSettings], Launcher]] = {"local": Local, "slurm": Slurm, "ray": Ray}
+LAUNCHERS: dict[str, Callable[..., Launcher]] = {"local": Local, "slurm": Slurm, "ray": Ray, "command": Command}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ SUBMISSION_VARIABLE = "ATOLL_SUBMISSION"
 NODE_VARIABLE = "ATOLL_NODE"
 """Environment variable with the rank of a node in its island. Slurm sets SLURM_PROCID instead."""
 # Each poll of Slurm is one call of squeue, which loads the controller: not much faster than jobs can start or end.
-_POLL_SECONDS = 2.0
+POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,4 @@ class Launcher(ABC):
     def wait(self, groups: Sequence[Group]) -> None:
         """Return when no step of these groups is queued or running in this launcher."""
         while self.active_steps(groups):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)

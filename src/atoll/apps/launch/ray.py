@@ -49,16 +49,7 @@ class Ray(Launcher):
     @cached_property
     def ray(self) -> Any:
         """The module `ray`, connected to the cluster."""
-        try:
-            import ray
-
-            if not ray.is_initialized():
-                ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
-        except ImportError as error:
-            raise AtollError("--on ray needs Ray: pip install 'atoll[ray]'") from error
-        except ConnectionError as error:
-            raise AtollError("no Ray cluster was found; start one with: ray start --head") from error
-        return ray
+        return connected()
 
     def _owner(self, create: bool) -> Any:
         """Return the actor of this run; if it does not exist, create it or return None."""
@@ -154,6 +145,20 @@ class TaskOwner:
             for name, (task, reference) in self._tasks.items()
             if reference in waiting
         }
+
+
+def connected() -> Any:
+    """Return the module `ray`, connected to the cluster."""
+    try:
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
+    except ImportError as error:
+        raise AtollError("--on ray needs Ray: pip install 'atoll[ray]'") from error
+    except ConnectionError as error:
+        raise AtollError("no Ray cluster was found; start one with: ray start --head") from error
+    return ray
 
 
 def attempt(task: RayTask, extra: Mapping[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from atoll.apps.studio import run_info, schemas
+from atoll.apps.studio import openai_api, run_info, schemas
 from atoll.apps.studio.engine import Engine
 from atoll.apps.studio.middleware import SecurityMiddleware, error_response, field_of
 from atoll.apps.studio.registry import ModelRegistry
@@ -57,6 +57,8 @@ class Studio:
     models: ModelRegistry
     engine: Engine
     token: str | None = None
+    images: openai_api.ImageStore | None = field(default_factory=openai_api.ImageStore)
+    """Images behind addresses; None if other servers may receive the requests for them."""
 
     def health(self, *, details: bool) -> schemas.Health:
         """Return the state of the server; `details` includes error messages, which may contain paths."""
@@ -106,6 +108,38 @@ def create_app(studio: Studio) -> FastAPI:
         if body.stream:
             return EventStream(state, events)
         return await collect_images(state, events, request)
+
+    @app.post(
+        openai_api.GENERATIONS_PATH,
+        response_model=openai_api.GenerationsResponse,
+        response_model_exclude_none=True,
+        responses=_errors(404, 409, 429, 503),
+    )
+    async def generations(body: openai_api.GenerationsRequest, request: Request) -> openai_api.GenerationsResponse:
+        """Generate images by OpenAI's images API; invalid values get the status 400, as there."""
+        by_address = body.response_format == "url"
+        if by_address and studio.images is None:
+            raise ApiError(400, "several servers share the requests; use response_format b64_json", "response_format")
+        made = await generate_images(body.to_native(studio.models), request)
+        assert isinstance(made, schemas.ImagesResponse)
+        return openai_api.to_generations(made, studio.images if by_address else None, str(request.base_url))
+
+    @app.get(f"{openai_api.FILES_PATH}{{name}}", response_class=Response, responses={200: _PNG, **_errors(404)})
+    def image_file(name: Annotated[str, InPath(max_length=64)]) -> Response:
+        """Return an image of a response with addresses."""
+        if studio.images is None:
+            raise ApiError(404, "this server keeps no images")
+        return Response(studio.images.get(name), media_type="image/png")
+
+    @app.get(openai_api.MODELS_PATH, responses=_errors())
+    def models() -> openai_api.ModelsResponse:
+        """Return the models in the form of OpenAI's API: all experts together, each expert, and the dense networks."""
+        return openai_api.describe_models(studio.models)
+
+    @app.get(f"{openai_api.MODELS_PATH}/{{id}}", responses=_errors(404))
+    def model(id: Annotated[str, InPath(max_length=100)]) -> openai_api.ModelInfo:
+        """Return one model."""
+        return openai_api.describe_model(studio.models, id)
 
     @app.delete("/v1/images/{id}", status_code=204, response_class=Response, responses=_errors(404))
     async def cancel_images(id: Annotated[str, InPath(max_length=64)]) -> None:
@@ -175,7 +209,7 @@ def create_app(studio: Studio) -> FastAPI:
     return app
 
 
-async def _respond_to_error(_request: Request, error: Exception) -> Response:
+async def _respond_to_error(request: Request, error: Exception) -> Response:
     # Only the type of an unexpected error: its message may contain paths or data that clients should not see.
     found = ApiError(500, f"the server failed: {type(error).__name__}")
     if isinstance(error, ApiError):
@@ -192,6 +226,9 @@ async def _respond_to_error(_request: Request, error: Exception) -> Response:
         found = ApiError(422, f"{field}: {message}" if field else message, field)
         if error.errors()[0]["type"] == "json_invalid":
             found = ApiError(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}")
+    if request.url.path == openai_api.GENERATIONS_PATH and found.status == 422:
+        # OpenAI's clients expect the status 400 for invalid values, and the names of OpenAI's fields.
+        found = ApiError(400, found.message, openai_api.FIELDS.get(found.field or "", found.field))
     response = error_response(found)
     response.headers.update((error.headers or {}) if isinstance(error, HTTPException) else {})
     return response

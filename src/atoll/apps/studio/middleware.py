@@ -26,6 +26,8 @@ HEADERS = {
 }
 # The page contains no data of the run, and it has the dialog for the token. Everything else needs the token.
 _PUBLIC = ("/", "/health", "/openapi.json")
+# The random name of a generated image is as long as a token.
+_PUBLIC_FOLDERS = ("/page/", "/v1/files/")
 
 
 class AsciiJSONResponse(JSONResponse):
@@ -40,7 +42,18 @@ def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return AsciiJSONResponse({"error": {"message": error.message, "field": error.field}}, error.status, headers)
+    # The form of OpenAI's API, whose clients raise an error type for each status and show `type` and `code`.
+    kind = (
+        "server_error"
+        if error.status >= 500
+        else "rate_limit_error"
+        if error.status == 429
+        else "invalid_request_error"
+    )
+    codes = {(401, None): "invalid_api_key", (404, "model"): "model_not_found", (429, None): "rate_limit_exceeded"}
+    code = codes.get((error.status, error.field))
+    detail = {"message": error.message, "type": kind, "param": error.field, "code": code}
+    return AsciiJSONResponse({"error": detail}, error.status, headers)
 
 
 class SecurityMiddleware:
@@ -107,7 +120,7 @@ class SecurityMiddleware:
             return other_site if origin is not None and origin.partition("://")[2] != host else None
         given = headers.get("authorization", "")
         if not given:
-            public = path in _PUBLIC or path.startswith("/page/")
+            public = path in _PUBLIC or path.startswith(_PUBLIC_FOLDERS)
             return None if public else ApiError(401, "a token is required; send it as Authorization: Bearer TOKEN")
         # A comparison in constant time does not reveal how many characters were right.
         right = hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {self.token}".encode())

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -61,6 +61,7 @@ class LoadedModel:
     """Routings that it supports, as choices for the web page."""
     default_routing: str | None
     """Routing of requests that set none; None if it has several experts and no way to route."""
+    loaded_at: float = field(default_factory=time.time)
 
     @property
     def ensemble(self) -> Ensemble:

@@ -87,11 +87,14 @@ class ResponseSchema(BaseModel):
 
 
 class ErrorDetail(ResponseSchema):
-    """What is wrong, and in which field of the request."""
+    """What is wrong, and in which field of the request, in the form of OpenAI's API."""
 
     message: str
-    field: str | None = None
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
     """Invalid field of the request; null if the error is not about one field."""
+    code: str | None
+    """`invalid_api_key`, `model_not_found`, `rate_limit_exceeded` or null."""
 
 
 class ErrorResponse(ResponseSchema):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from atoll.apps.studio.app import Studio, create_app
 from atoll.apps.studio.engine import Engine
@@ -69,19 +69,25 @@ def serve(source: str, load: QuantizedLoadOptions, options: ServerOptions) -> No
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     models = ModelRegistry(source, load, batch_size=options.batch_size, routing=options.routing)
     engine = Engine(options.batch_size, options.queue)
+    listener, token = open_address(source, options)
+    app = create_app(Studio(models, engine, token))
+    Server(server_config(app), models, engine, grace=options.grace).run([listener])
+
+
+def open_address(source: str, options: ServerOptions) -> tuple[socket.socket, str | None]:
+    """Return the listening socket and the token, and print the address."""
     listener = listen(options.host, options.port)
     made = None if options.token or options.no_token else secrets.token_urlsafe(RANDOM_TOKEN_BYTES)
-    app = create_app(Studio(models, engine, options.token or made))
-    # Print the address of the web page, with a random token in its fragment, which browsers send to no server.
+    # The address of the web page has a random token in its fragment, which browsers send to no server.
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     page = f"{url}/#token={made}" if made else url
     text = json.dumps({"url": url, "token": made}) if options.json else f"serving {source} at {page}  (Ctrl-C stops it)"
     print(text, flush=True)
-    Server(server_config(app), models, engine, grace=options.grace).run([listener])
+    return listener, options.token or made
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: ASGIApp) -> uvicorn.Config:
     """Return the configuration of uvicorn."""
     return uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="on",

@@ -87,7 +87,7 @@ async function errorOf(response) {
   const body = await response.json().catch(() => ({}));
   const message = body.error?.message ?? `The server returned ${response.status} ${response.statusText}.`;
   const retryAfter = Number(response.headers.get("Retry-After")) || 1;
-  return new ApiError(message, response.status, body.error?.field ?? null, retryAfter);
+  return new ApiError(message, response.status, body.error?.param ?? null, retryAfter);
 }
 
 /** Return the JSON at a path. */
