@@ -30,8 +30,8 @@ from atoll.verify.untrusted import Foreign
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.apps.models.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
-PIPELINE_MODULE, NETWORK_MODULE = "pipeline", "network"
-"""In a folder with its own code: the files of the pipeline's and the networks' classes. Atoll reads them as text only."""
+PIPELINE_MODULE, NETWORK_MODULE = "pipeline", re.compile(r"network_[0-9a-f]{16}")
+"""Modules of the classes in a folder with its own code, which Atoll does not run."""
 INDEX_FILE, ADAPTERS_FILE = "model_index.json", "adapters.json"
 """What an export contains: a pipeline of diffusers, or experts of a base."""
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
@@ -91,9 +91,9 @@ class ModelIndex(Foreign):
         if not names or set(names) != set(expected):
             raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
         classes = dict.fromkeys(expected, EXPERT_CLASS) | ({"router": ROUTER_CLASS} if self.has_router else {})
-        module = NETWORK_MODULE if self.standalone else COMPONENTS
         for name, (library, kind) in self.components.items():
-            if name in classes and (library, kind) != (module, classes[name]):
+            own = NETWORK_MODULE.fullmatch(library or "") if self.standalone else library == COMPONENTS
+            if name in classes and (not own or kind != classes[name]):
                 raise AtollError(f"{folder / INDEX_FILE}: {name} is a {library}.{kind}, expected a {classes[name]}")
             if name not in classes and (name not in LIBRARIES or library not in (None, LIBRARIES[name])):
                 found = [library, kind]

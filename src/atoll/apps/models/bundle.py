@@ -41,8 +41,7 @@ def bundle(roots: Iterable[str], *, omit: Collection[str], replace: Mapping[str,
         todo += resolver.found
     # The first visit finds the entities, the second writes their final names.
     _name(names, found)
-    modules = {module: {name for name in _order(module)} for module, _ in found if module}
-    graph = {module: set[str]() for module in modules}
+    graph = {module: set[str]() for module, _ in found if module}
     for (module, _), (_, needed) in found.items():
         if module:
             graph[module] |= {other for other, _ in needed if other and other != module}

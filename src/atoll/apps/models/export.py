@@ -45,7 +45,6 @@ from atoll.experts.pipeline_folder import (
     COMPONENTS,
     INDEX_FILE,
     LIBRARIES,
-    NETWORK_MODULE,
     PIPELINE_CLASS,
     PIPELINE_MODULE,
     remove_source_paths,
@@ -87,7 +86,8 @@ def export(
     )
     artifact = _folder(run, destination)
     destination = artifact.folder
-    made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
+    networks = {job: manifest.digest for job, manifest in trained.items()}
+    made_from: dict[str, Any] = {"model": model, "networks": networks}
     if standalone:
         made_from["standalone"] = True
     if artifact.begin(PIPELINE, made_from) is None:
@@ -171,15 +171,15 @@ def _write(
     # 5: router, vae, text_encoder, tokenizer and scheduler.
     with progress("exporting", len(sampler.ensemble.references) + 5, unit="components") as bar:
         for name, part in components(sampler, trained):
-            library = LIBRARIES.get(name, COMPONENTS)
-            library = NETWORK_MODULE if standalone and library == COMPONENTS else library
-            index[name] = [None, None] if part is None else [library, type(part).__name__]
+            index[name] = [None, None] if part is None else [LIBRARIES.get(name, COMPONENTS), type(part).__name__]
             if part is not None:
                 part.save_pretrained(artifact.folder / name)
             bar.update(1)
     kind = [PIPELINE_MODULE, PIPELINE_CLASS] if standalone else PIPELINE_CLASS
     if standalone:
-        write_code(artifact, [name for name, (library, _) in index.items() if library == NETWORK_MODULE])
+        networks = [name for name, (library, _) in index.items() if library == COMPONENTS]
+        module = write_code(artifact, networks)
+        index |= {name: [module, index[name][1]] for name in networks}
     fields = {"_class_name": kind, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
     remove_source_paths(artifact.folder)
