@@ -1,4 +1,4 @@
-"""A whole run in a minute, with the core dependencies only: prepare, train, sample, evaluate nothing, export, open again.
+"""A whole run in a minute, with the core dependencies only: prepare, train, sample, export, and open the export.
 
 python scripts/smoke.py        # in an environment where Atoll is installed; `scripts/compat.py` runs it in many
 """
