@@ -51,9 +51,11 @@ def main() -> None:
         for number, interpreter in enumerate(sys.argv[1:] or [sys.executable]):
             python = folder / f"environment-{number}" / "bin" / "python"
             done = run(interpreter, "-m", "venv", python.parent.parent, folder=folder)
-            for package in [wheel, *(sorted(oldest) if number == 0 else ())]:
+            packages: list[object] = [wheel]
+            for package in [None, *(sorted(oldest) if number == 0 else ())]:
+                packages += [package] if package else []
                 if done.returncode == 0:
-                    done = run(python, "-m", "pip", "install", "--quiet", package, folder=folder)
+                    done = run(python, "-m", "pip", "install", "--quiet", *packages, folder=folder)
                 if done.returncode == 0:
                     done = run(python, ROOT / "scripts" / "smoke.py", folder=folder)
                 frozen = run(python, "-m", "pip", "freeze", folder=folder).stdout
