@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ALL    := $(VENV)/.ready-all
 
-.PHONY: demo test test-all test-portable test-cuda-wheel test-gpu smoke-gpu docs lint format bench clean
+.PHONY: compat demo test test-all test-comfyui test-portable test-cuda-wheel test-gpu smoke-gpu docs lint format bench clean
 
 $(READY): pyproject.toml constraints.txt requirements/emoji.txt requirements/models.txt scripts/check_environment.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Atoll needs Python 3.11 or newer; set PYTHON=…")'
@@ -43,6 +43,13 @@ test-portable: $(READY)
 test-cuda-wheel:
 	@PYTHON=$(PYTHON) bash scripts/test_cuda_wheel.sh
 
+test-comfyui:
+	@PYTHON=$(PYTHON) bash scripts/test_comfyui.sh
+
+# PYTHONS are the interpreters, such as PYTHONS="python3.11 python3.12".
+compat: $(READY)
+	@$(BIN)/python scripts/compat.py $(PYTHONS)
+
 test-gpu:
 	@PYTHON=$(PYTHON) bash scripts/test_gpu.sh
 
@@ -68,4 +75,4 @@ bench: $(READY)
 		echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-cuda .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-cuda .venv-comfyui .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -100,6 +100,8 @@ class Export:
     """Model to export: experts (with the router), expert:K, monolith, student or merged."""
     merge: bool = False
     """On a base model: write one expert as a whole network, with its adapter in the weights of the base."""
+    standalone: bool = False
+    """Also write the code of the pipeline, so that diffusers opens the folder without Atoll."""
     license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
     """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False
@@ -108,6 +110,7 @@ class Export:
 examples:
   atoll export runs/mine my-model --license cc-by-sa-4.0
   atoll export runs/mine my-student --model student
+  atoll export runs/mine my-pipeline --standalone
 """
 
     def run(self) -> None:
@@ -115,7 +118,14 @@ examples:
         from atoll.apps.models.export import export
         from atoll.experts.pipeline_folder import INDEX_FILE
 
-        made = export(self.folder, self.destination, self.model, license=self.license, merge=self.merge)
+        made = export(
+            self.folder,
+            self.destination,
+            self.model,
+            license=self.license,
+            merge=self.merge,
+            standalone=self.standalone,
+        )
         if self.json:
             print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
             return
@@ -129,5 +139,8 @@ examples:
             print(
                 f'  atoll.attach(pipe, "{self.destination}"), or pipe.load_lora_weights("{self.destination}/expert_0")'
             )
+            return
+        if self.standalone:
+            print(f'  DiffusionPipeline.from_pretrained("{self.destination}", trust_remote_code=True) of diffusers')
             return
         print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')

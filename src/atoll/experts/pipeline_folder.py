@@ -30,13 +30,15 @@ from atoll.verify.untrusted import Foreign
 PIPELINE_CLASS = "AtollPipeline"
 COMPONENTS = "atoll.apps.models.pipeline"
 EXPERT_CLASS, ROUTER_CLASS = "ExpertModel", "RouterModel"
+PIPELINE_MODULE, NETWORK_MODULE = "pipeline", re.compile(r"network_[0-9a-f]{16}")
+"""Modules of the classes in a folder with its own code, which Atoll does not run."""
 INDEX_FILE, ADAPTERS_FILE = "model_index.json", "adapters.json"
 """What an export contains: a pipeline of diffusers, or experts of a base."""
 LIBRARIES = {"vae": "diffusers", "scheduler": "diffusers", "text_encoder": "transformers", "tokenizer": "transformers"}
 LIBRARIES["router"] = COMPONENTS
 """Library of each component's class. A folder cannot name any other module to import."""
-PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")
-"""Files that are fetched from the hub: no pickles and no code."""
+PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model", "*.py")
+"""Files that are fetched from the hub: no pickles. Code is compared with the manifest and never run."""
 _DOCUMENTS = frozenset({".md", ".png", ".jpg", ".webp", ".html"})
 """Suffixes of files that may be added to an export: no library loads them."""
 _RECORDS = (MANIFEST_FILE, "signature.json", "snapshot.json", "root.json")
@@ -49,6 +51,8 @@ class ModelIndex(Foreign):
     class_name: str | None = Field(None, alias="_class_name")
     components: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
     """Library and class by the component's name; both are None for an omitted component."""
+    standalone: bool = False
+    """Whether the folder contains the code of its classes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,9 +61,12 @@ class ModelIndex(Foreign):
         if not isinstance(values, dict):
             return {}
         kind = values.get("_class_name")
-        kind = kind if isinstance(kind, str) else None  # diffusers names a custom pipeline by a list
+        # diffusers names a custom pipeline by a list: module and class
+        standalone = kind == [PIPELINE_MODULE, PIPELINE_CLASS]
+        kind = PIPELINE_CLASS if standalone else kind if isinstance(kind, str) else None
         named = [name for name in values if kind == PIPELINE_CLASS and not name.startswith("_")]
-        return {"_class_name": kind, "components": {name: values[name] for name in named}}
+        found = {name: values[name] for name in named}
+        return {"_class_name": kind, "components": found, "standalone": standalone}
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -85,7 +92,8 @@ class ModelIndex(Foreign):
             raise AtollError(f"{folder / INDEX_FILE} lists the experts {sorted(names)}; expected expert_0, expert_1, …")
         classes = dict.fromkeys(expected, EXPERT_CLASS) | ({"router": ROUTER_CLASS} if self.has_router else {})
         for name, (library, kind) in self.components.items():
-            if name in classes and (library, kind) != (COMPONENTS, classes[name]):
+            own = NETWORK_MODULE.fullmatch(library or "") if self.standalone else library == COMPONENTS
+            if name in classes and (not own or kind != classes[name]):
                 raise AtollError(f"{folder / INDEX_FILE}: {name} is a {library}.{kind}, expected a {classes[name]}")
             if name not in classes and (name not in LIBRARIES or library not in (None, LIBRARIES[name])):
                 found = [library, kind]

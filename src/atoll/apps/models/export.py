@@ -8,6 +8,7 @@ DST/
                            expert_0/manifest.json and so on: the manifest of each network, which the snapshot lists
     manifest.json          SHA-256 of every file above
     README.md              the model card; not hashed, because people edit it
+    *.py                   with `standalone`: the code of the pipeline (`standalone.py`)
 
 Experts of a base are written without it: adapters.json names the base, with its fingerprint, and the experts. Their
 folders have the files of peft and of diffusers (`experts/network_folder.py`).
@@ -24,6 +25,7 @@ from torch import nn
 
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
 from atoll.apps.models.pipeline import components
+from atoll.apps.models.standalone import code_hashes, write_code
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
@@ -44,6 +46,7 @@ from atoll.experts.pipeline_folder import (
     INDEX_FILE,
     LIBRARIES,
     PIPELINE_CLASS,
+    PIPELINE_MODULE,
     remove_source_paths,
 )
 from atoll.experts.run import network_manifests, open_run, public_content
@@ -55,12 +58,21 @@ from atoll.verify.verified_files import VerifiedFiles
 
 
 def export(
-    run: Path, destination: Path, model: str = "experts", *, license: str | None = None, merge: bool = False
+    run: Path,
+    destination: Path,
+    model: str = "experts",
+    *,
+    license: str | None = None,
+    merge: bool = False,
+    standalone: bool = False,
 ) -> Manifest:
     """Write a model of a run. A finished export is left as it is; a folder with other content is an error.
 
     With `merge`, the network of one expert on a base is written as a whole: the base with the adapter in its weights.
+    With `standalone`, the folder contains the code of its pipeline, so that diffusers opens it without Atoll.
     """
+    if merge and standalone:
+        raise AtollError("--merge writes a network of diffusers, which needs no code; omit --standalone")
     if merge:
         return _export_merged(run, destination, model)
     sampler = load(run, model, device="cpu", strict=True)
@@ -74,9 +86,12 @@ def export(
     )
     artifact = _folder(run, destination)
     destination = artifact.folder
-    made_from = {"model": model, "networks": {job: manifest.digest for job, manifest in trained.items()}}
+    networks = {job: manifest.digest for job, manifest in trained.items()}
+    made_from: dict[str, Any] = {"model": model, "networks": networks}
+    if standalone:
+        made_from["standalone"] = True
     if artifact.begin(PIPELINE, made_from) is None:
-        _write(run, artifact, sampler, trained)
+        _write(run, artifact, sampler, trained, standalone=standalone)
         _copy_origin(run, artifact, model, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
@@ -90,7 +105,8 @@ def export(
         experts = [content for content in public if isinstance(content, ExpertContent)]
         router = next((content for content in public if isinstance(content, RouterContent)), None)
         sizes = sampler.sizes if len(ensemble.sizes) > 1 else ()
-        data = CardData(run, destination.name, model, experts, router, license, sizes)
+        code = code_hashes(destination)
+        data = CardData(run, destination.name, model, experts, router, license, sizes, code)
         (destination / CARD_FILE).write_text(model_card(data), encoding="utf-8")
     return manifest
 
@@ -140,11 +156,15 @@ def _copy_origin(run: Path, artifact: Artifact, model: str, trained: Mapping[str
             artifact.write(f"{name}/{DENSITY_FILE}", bytes(density))
 
 
-def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest]) -> None:
+def _write(
+    run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str, Manifest], *, standalone: bool
+) -> None:
     """Write all components, one after the other, so that one network is in memory at a time."""
     import diffusers
 
     if (base := _base_of(sampler.ensemble)) is not None:
+        if standalone:
+            raise AtollError("adapters of a base open without Atoll, one by one; omit --standalone")
         _write_on_base(run, artifact, sampler.ensemble, trained, base=base)
         return
     index: dict[str, list[str | None]] = {}
@@ -155,7 +175,12 @@ def _write(run: Path, artifact: Artifact, sampler: Sampler, trained: Mapping[str
             if part is not None:
                 part.save_pretrained(artifact.folder / name)
             bar.update(1)
-    fields = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
+    kind = [PIPELINE_MODULE, PIPELINE_CLASS] if standalone else PIPELINE_CLASS
+    if standalone:
+        networks = [name for name, (library, _) in index.items() if library == COMPONENTS]
+        module = write_code(artifact, networks)
+        index |= {name: [module, index[name][1]] for name in networks}
+    fields = {"_class_name": kind, "_diffusers_version": diffusers.__version__, **dict(sorted(index.items()))}
     artifact.write(INDEX_FILE, (json.dumps(fields, indent=2) + "\n").encode())
     remove_source_paths(artifact.folder)
 

@@ -4,8 +4,8 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
 
 CARD_FILE = "README.md"
+REQUIREMENTS = "torch diffusers transformers pydantic"
+"""What the code of a folder imports; its other imports are requirements of these."""
 PAPER = "https://arxiv.org/abs/2501.05450"
 # Rows of the table of licenses. A dataset of many authors would otherwise make the card unreadable.
 MAX_LICENSES = 50
@@ -36,6 +38,8 @@ class CardData:
     license: str | None
     sizes: Sequence[Size] = ()
     """Sizes of the images in pixels if there are several, the default first."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of every code file, in a folder that opens without Atoll."""
 
     @property
     def conditioned_on(self) -> frozenset[str]:
@@ -110,6 +114,25 @@ def _usage(data: CardData) -> str:
     few = f"""
 
 To limit memory, `atoll.load("{data.name}", max_loaded_experts=1)` opens the same folder with one expert at a time."""
+    if data.code:
+        table = _table(("file", "SHA-256"), [(name, digest) for name, digest in data.code.items()])
+        return f"""## Usage
+
+With `pip install {REQUIREMENTS}`, without Atoll:
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{data.name}", trust_remote_code=True)  # this folder, or its name on the Hub
+image = pipe({prompt}{routing}guidance_scale=4.0, seed=0).images[0]
+image.save("image.png")
+```
+
+This runs the code of this folder, and no other code than that of the installed libraries:
+
+{chr(10).join(table)}
+
+All weights are safetensors. `atoll.load("{data.name}")` of Atoll opens the folder too, and runs none of its code."""
     return f"""## Usage
 
 ```python

@@ -195,6 +195,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         index = ModelIndex.of(folder)
         if not index.exported:
             raise unsupported_folder(folder, index)
+        if index.standalone:
+            raise AtollError(
+                f"{folder} has its own code, which Atoll does not run; open it with atoll.load, or with "
+                "DiffusionPipeline.from_pretrained(…, trust_remote_code=True)"
+            )
         stored = verify_folder(folder, index.names(folder))
         sized = _sized(len(stored) - index.has_router)
         if "device_map" not in options:
