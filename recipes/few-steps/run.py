@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
         routings=tuple(options.routings),
         steps=tuple(options.steps),
         solver=(options.solver,),
-        settings=SampleSettings(guidance_scale=1, shift=options.shift),
+        settings=SampleSettings(guidance_scale=1.0, shift=options.shift),
         extractors=tuple(options.extractors),
         prompts=options.prompts,
         without=("diversity", "diagnostics", "trajectories"),
@@ -74,12 +74,16 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def show(figure: Path | None) -> None:
-    """Print a table of KID for each dataset and feature network; cells: KID, and its ratio to the row's 25 steps."""
+    """Print KID for each dataset and feature network with its ratio to the row's 25 steps, then FID and precision.
+
+    A row of fewer images than the others has a *, and neither FID nor precision, which depend on their number.
+    """
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     groups: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
         groups.setdefault((row["data"], row["extractor"]), {}).setdefault(name_of(row), {})[row["steps"]] = row
     for (data, extractor), models in groups.items():
+        most = max(row["num_images"] for found in models.values() for row in found.values())
         steps = sorted({count for found in models.values() for count in found})
         heads = [f"{count} step{'s' * (count > 1)}" for count in steps]
         print(f"\n{data}, {TITLES[extractor]}\n\n| | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
@@ -89,13 +93,18 @@ def show(figure: Path | None) -> None:
             for count in steps:
                 row = found.get(count)
                 cell = "" if row is None else f"{row['kid']:.1f} ± {row['kid_error']:.1f}"
+                if row is not None and row["num_images"] < most:
+                    cell += " *"
                 if row is not None and longest is not None and count != 25:
                     cell += f" ({row['kid'] / longest['kid']:.2f})"
                 cells.append(cell)
             print(f"| {name} | {' | '.join(cells)} |")
+        if extractor != "inception":
+            continue
         print("\n| | FID at " + " | ".join(heads) + " | precision at " + " | ".join(heads) + " |")
         print(f"|---|{'---|' * 2 * len(steps)}")
-        for name, found in models.items():
+        for name, every in models.items():
+            found = {count: row for count, row in every.items() if row["num_images"] == most}
             distance = [f"{found[count]['frechet']:.0f}" if count in found else "" for count in steps]
             precision = [f"{found[count]['precision']:.2f}" if count in found else "" for count in steps]
             print(f"| {name} | {' | '.join(distance + precision)} |")
