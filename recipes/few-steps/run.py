@@ -86,7 +86,7 @@ def show(figure: Path | None) -> None:
         most = max(row["num_images"] for found in models.values() for row in found.values())
         steps = sorted({count for found in models.values() for count in found})
         heads = [f"{count} step{'s' * (count > 1)}" for count in steps]
-        print(f"\n{data}, {TITLES[extractor]}\n\n| | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
+        print(f"\n{data}, {TITLES[extractor]}\n\n| model | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
         for name, found in models.items():
             longest = found.get(25)
             cells = []
@@ -101,7 +101,7 @@ def show(figure: Path | None) -> None:
             print(f"| {name} | {' | '.join(cells)} |")
         if extractor != "inception":
             continue
-        print("\n| | FID at " + " | ".join(heads) + " | precision at " + " | ".join(heads) + " |")
+        print("\n| model | FID at " + " | ".join(heads) + " | precision at " + " | ".join(heads) + " |")
         print(f"|---|{'---|' * 2 * len(steps)}")
         for name, every in models.items():
             found = {count: row for count, row in every.items() if row["num_images"] == most}
@@ -116,18 +116,18 @@ def draw(lines: dict[str, list[dict[str, Any]]], figure: Path) -> None:
     """Draw KID over network evaluations per image, a line for each model."""
     from matplotlib import pyplot
 
-    axes = pyplot.figure(figsize=(6, 3.6), layout="constrained").add_subplot()
+    page, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     for name, rows in lines.items():
         rows.sort(key=lambda row: row["evaluations"])
-        style = {"color": "black"} if name.startswith("monolith") else {}
+        color = "black" if name.startswith("monolith") else None
         x, y = [row["evaluations"] for row in rows], [row["kid"] for row in rows]
-        axes.errorbar(x, y, [row["kid_error"] for row in rows], marker="o", markersize=3, label=name, **style)
+        axes.errorbar(x, y, [row["kid_error"] for row in rows], marker="o", markersize=3, label=name, color=color)
     axes.set(xscale="log", xlabel="network evaluations per image", ylabel="KID x 1000", ylim=(0, None))
     axes.set_xticks([1, 2, 4, 8, 25, 50], ["1", "2", "4", "8", "25", "50"], minor=False)
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    axes.figure.savefig(figure, dpi=120)
+    page.savefig(figure, dpi=120)
 
 
 if __name__ == "__main__":
