@@ -436,3 +436,9 @@ def test_several_numbers_of_steps_are_rows_with_the_images_of_each_number_alone(
     assert [chart.x(value) for value in (2, 10)] == [chart.LEFT, chart.WIDTH - chart.RIGHT]
     assert chart.x(20**0.5) == pytest.approx((chart.x(2) + chart.x(10)) / 2)
     assert chart.lines[0].points[0][1] == 1000 * kids[0]
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "--steps 1 3 --solver euler heun" in page
+    assert "--routings drawn" in page
+    assert f'aria-label="{chart.alt}"' in page
+    assert "<small>3 heun steps</small>" in page
