@@ -23,7 +23,7 @@ from atoll.flow import rng
 
 OBJECTIVES = ["ddpm", "ddpm-linear", "x0", "v-prediction", "flow-matching"]
 STRATEGIES = [
-    *("full", "top-1", "top-2", "top-3", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1"),
+    *("full", "top-1", "top-2", "top-3", "threshold-0.2", "nucleus-0.9", "drawn", "once", "sample-1"),
     *("oracle", "nearest", "nearest:full", "nearest:drawn", "full@0.5,top-1", "top-2@0.6,top-1"),
 ]
 

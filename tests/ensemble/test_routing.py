@@ -85,6 +85,15 @@ def test_a_drawn_expert_is_kept_for_all_rows_of_an_image() -> None:
     assert torch.equal(later, first[:count])
 
 
+def test_once_keeps_the_most_probable_expert_of_the_first_step() -> None:
+    state, routing, draw = RoutingState(), parse("once"), torch.tensor([0.99, 0.99])
+    p = torch.tensor([[0.6, 0.4], [0.3, 0.7], [0.1, 0.9], [0.1, 0.9]])  # two images, then both with the null condition
+    first = routing.weights({"router": p}, torch.tensor([1.0]), state, draw=draw)
+    assert first.tolist() == [[1, 0], [0, 1]] * 2
+    assert routing.final_weights(routing.rules[0], state).tolist() == [[1, 0], [0, 1]]
+    assert routing.weights({"router": p.flip(1)}, torch.tensor([0.5]), state, draw=draw).tolist() == first.tolist()
+
+
 def test_each_image_draws_at_its_time() -> None:
     state, routing = RoutingState(), parse("top-1@0.5,drawn")
     p, draw = torch.tensor([[0.6, 0.4]] * 3), torch.tensor([0.9, 0.9, 0.1])

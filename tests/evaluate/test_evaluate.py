@@ -19,7 +19,9 @@ from atoll.apps.evaluate.feature_sets import generated_features, reference_featu
 from atoll.apps.evaluate.generated import generate, prompts_of
 from atoll.apps.evaluate.models import EvaluatedModel, evaluated_models
 from atoll.apps.evaluate.options import EvaluationOptions
-from atoll.apps.evaluate.results import Coverage, EvaluationResult
+from atoll.apps.evaluate.results import Coverage, EvaluationResult, KernelDistance, ModelResult
+from atoll.apps.evaluate.table import tables
+from atoll.apps.report.page import steps_charts
 from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, sha256_of
@@ -386,3 +388,57 @@ def test_an_evaluation_of_another_version_is_an_error_that_names_the_command(tmp
     (tmp_path / layout.LATEST_EVALUATION).write_text('{"models": []}')
     with pytest.raises(AtollError, match=f"another version of Atoll; .*atoll evaluate {tmp_path}"):
         EvaluationResult.read(tmp_path)
+
+
+def test_several_numbers_of_steps_are_rows_with_the_images_of_each_number_alone(
+    trained: Path, result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*SMALL[: SMALL.index("--steps")], *SMALL[SMALL.index("--steps") + 2 : SMALL.index("--routings")]]
+    options += ["--allow-small", "--models", "experts", "monolith", "--routings", "drawn"]
+    options += ["--without", "diversity", "trajectories", "--steps", "1", "3", "--solver", "euler", "heun"]
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert cli.main(["evaluate", str(run), *options]) == 0
+    assert "evaluations" in capsys.readouterr().out
+    found = EvaluationResult.read(run)
+    assert found is not None
+    variants = ["1 euler step", "3 euler steps", "1 heun step", "3 heun steps"]
+    assert [row.label for row in found.models] == [
+        f"{model}, {variant}" for model in ("experts drawn", "monolith") for variant in variants
+    ]
+    assert [row.sampling.network_evaluations for row in found.models if row.sampling] == [2, 6, 2, 10] * 2  # guided
+    metrics = [row.metrics[EXTRACTOR] for row in found.models]
+    # Three Euler steps are the set of the evaluation with this number alone; one step of Heun is one of Euler.
+    alone = {model["label"]: model["metrics"][EXTRACTOR] for model in result["models"]}
+    assert metrics[1].protocol.set == alone["experts drawn"]["protocol"]["set"]
+    assert (metrics[1].kid, metrics[5].frechet) == (
+        KernelDistance(**alone["experts drawn"]["kid"]),
+        alone["monolith"]["frechet"],
+    )
+    assert metrics[0].kid == metrics[2].kid != metrics[1].kid
+    assert len({metric.reference_fingerprint for metric in (one.protocol for one in metrics)}) == 1
+    # Every row is compared with the row of most evaluations of its own model.
+    quality = tables(found)[0]
+    assert quality.columns.index("evaluations") == 0
+    column = quality.columns.index("of its longest")
+    ratios = [cells[column].value for row, cells in quality.rows if isinstance(row, ModelResult)]
+    kids = [metric.kid.value for metric in metrics if metric.kid]
+    assert ratios == [*(kid / kids[3] for kid in kids[:4]), *(kid / kids[7] for kid in kids[4:])]
+    # The report draws them: a line for each model and solver, at its evaluations.
+    (chart,) = steps_charts(found).values()
+    assert [(line.name, [x for x, _ in line.points], line.dashed) for line in chart.lines] == [
+        ("experts drawn euler", [2, 6], False),
+        ("experts drawn heun", [2, 10], True),
+        ("monolith euler", [2, 6], False),
+        ("monolith heun", [2, 10], True),
+    ]
+    assert chart.x_ticks == [2, 4, 8]
+    assert [chart.x(value) for value in (2, 10)] == [chart.LEFT, chart.WIDTH - chart.RIGHT]
+    assert chart.x(20**0.5) == pytest.approx((chart.x(2) + chart.x(10)) / 2)
+    assert chart.lines[0].points[0][1] == 1000 * kids[0]
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "--steps 1 3 --solver euler heun" in page
+    assert "--routings drawn" in page
+    assert f'aria-label="{chart.alt}"' in page
+    assert "<small>3 heun steps</small>" in page

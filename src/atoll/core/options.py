@@ -16,33 +16,28 @@ from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceWeights, S
 class SamplingOptions:
     """How every set of images is sampled."""
 
-    # Defaults: 50 Euler steps are those of Paris and HDDM; a guidance scale of 4 is that of DiT's sampling script.
-    steps: int = 50
-    """Number of solver steps."""
-    guidance_scale: float = 4.0
+    guidance_scale: float = 4.0  # that of DiT's sampling script
     """Classifier-free guidance scale; 1 disables guidance."""
     guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
-    solver: SolverName = "euler"
-    """ODE solver."""
     seed: int = 0
     """Random seed of the initial noise."""
 
     def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise AtollError(unknown("solver", self.solver, SOLVERS))
         if self.guidance_weights not in get_args(GuidanceWeights):
             raise AtollError(unknown("guidance weights", self.guidance_weights, get_args(GuidanceWeights)))
-        if self.steps < 1:
-            raise AtollError(f"expected steps >= 1, got {self.steps}")
 
 
 @dataclass(frozen=True)
 class SampleSettings(SamplingOptions):
     """All sampling settings of an image. Every image file contains them as metadata."""
 
+    steps: int = 50  # those of Paris and HDDM
+    """Number of solver steps."""
+    solver: SolverName = "euler"
+    """ODE solver."""
     routing: str = "top-1"  # the best strategy of DDM
-    """Rule: full, top-K, threshold-P, nucleus-P, drawn, sample-1, oracle, nearest, or a schedule: top-2@0.6,top-1."""
+    """Rule: full, top-K, threshold-P, nucleus-P, drawn, once, sample-1, oracle, nearest; over time: top-2@0.6,top-1."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
     rescale: float = 0.0
@@ -54,6 +49,10 @@ class SampleSettings(SamplingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.solver not in SOLVERS:
+            raise AtollError(unknown("solver", self.solver, SOLVERS))
+        if self.steps < 1:
+            raise AtollError(f"expected steps >= 1, got {self.steps}")
         low, high = self.guidance_interval
         if self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
             raise AtollError(

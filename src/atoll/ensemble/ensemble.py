@@ -238,7 +238,7 @@ class Ensemble:
             if (final_weights := routing.final_weights(rule, state)) is None:
                 needed.add(rule.source)
             else:
-                # All images have drawn their expert. The last probabilities stay, for the trace; they decide nothing.
+                # All images have their expert. The last probabilities stay, for the trace; they decide nothing.
                 found[rule.source] = state.probabilities.get(rule.source, final_weights)
         if "given" in needed:
             # All weight is on the expert of the given cluster.

@@ -7,13 +7,14 @@ A routing is a short string, the same in Python and on the command line:
     threshold-0.2         all experts of probability 0.2 or more; the most probable one in any case
     nucleus-0.9           the fewest experts that together have probability 0.9
     drawn                 one expert, drawn once by its probability and kept to the end
+    once                  the most probable expert of the first step, kept to the end
     sample-1              one expert, drawn anew at every evaluation by its probability
     oracle                the expert of the given cluster of each image
     nearest               no router: probabilities from the densities of the clusters (`nearest:top-2`; alone, top-1)
     top-2@0.6,top-1       top-2 at times of 0.6 and above, top-1 below
 
 The weights of an image depend on its probabilities alone and are renormalized over the chosen experts. DDM compares
-full, top-K, nucleus, sample-1 and oracle; HDDM adds threshold; drawn and nearest are Atoll's.
+full, top-K, nucleus, sample-1 and oracle; HDDM adds threshold; drawn, once and nearest are Atoll's.
 
 Tensors: probabilities p (rows, experts) become weights (rows, experts) that sum to 1. A batch of N images has N rows,
 or 2 N if the source of the probabilities distinguishes the images with their conditions (first N rows) from the images
@@ -32,9 +33,9 @@ from atoll.flow import rng
 
 NEGLIGIBLE = 1e-7
 """Smaller weights are set to 0, so that their experts need not run: float32 rounds at 6e-8 of the largest weight."""
-RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "sample-1", "oracle", "nearest")
+RULES = ("full", "top-K", "threshold-P", "nucleus-P", "drawn", "once", "sample-1", "oracle", "nearest")
 _EXAMPLES = (
-    *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "sample-1", "oracle"),
+    *("full", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "drawn", "once", "sample-1", "oracle"),
     *("nearest", "nearest:top-2", "nearest:drawn", "nearest:full"),
 )
 
@@ -52,8 +53,13 @@ class Rule:
 
     @property
     def draws(self) -> bool:
-        """Whether the rule selects an expert at random."""
-        return self.name in ("drawn", "sample")
+        """Whether the rule selects an expert for each image, which `once` does without its random number."""
+        return self.name in ("drawn", "once", "sample")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether an image keeps the expert that the rule selects first."""
+        return self.name in ("drawn", "once")
 
     def weights(self, p: Tensor, draw: Tensor | None) -> Tensor:
         """Return weights (rows, experts) that sum to 1, from probabilities p; `draw` (rows,) is in [0, 1)."""
@@ -65,14 +71,14 @@ class Rule:
             keep = ordered.cumsum(-1) - ordered < self.number * p.sum(-1, keepdim=True)
             chosen = torch.zeros_like(keep).scatter_(-1, order, keep)
         else:
-            if self.draws:
+            if self.name in ("threshold", "once"):
+                index = p.argmax(-1, keepdim=True)
+            elif self.draws:
                 if draw is None:
                     raise ValueError("drawn and sample-1 need `draw`: one number in [0, 1) for each image")
                 # Inverse transform sampling: the first expert whose cumulative probability exceeds the number.
                 cumulated = (p / p.sum(-1, keepdim=True)).cumsum(-1)
                 index = (cumulated <= draw[:, None]).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
-            elif self.name == "threshold":
-                index = p.argmax(-1, keepdim=True)
             else:
                 index = p.topk(min(int(self.number), p.shape[-1]), dim=-1).indices
             chosen = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, index, True)
@@ -103,7 +109,7 @@ class Routing:
 
     @property
     def draws(self) -> bool:
-        """Whether any of its rules selects experts at random."""
+        """Whether any of its rules selects an expert for each image."""
         return any(rule.draws for rule in self.rules)
 
     def stream(self, evaluation: int) -> int:
@@ -113,10 +119,10 @@ class Routing:
     def final_weights(self, rule: Rule, state: "RoutingState") -> Tensor | None:
         """Return the weights (images, experts) of all later steps once they are known, else None.
 
-        They are known if `rule` is drawn, all images have drawn, and no other rule follows. The router is not needed
-        then.
+        They are known if `rule` keeps its experts, all images have one, and no other rule follows. The router is not
+        needed then.
         """
-        drawn = state.drawn if rule.name == "drawn" and rule is self.rules[-1] else None
+        drawn = state.drawn if rule.keeps and rule is self.rules[-1] else None
         return drawn if drawn is not None and bool(drawn.any(-1).all()) else None
 
     def weights(
@@ -129,8 +135,8 @@ class Routing:
             p, here = probabilities[rule.source], stage == self.rules.index(rule)
             if rule.source == "given":
                 part = p
-            elif rule.name == "drawn" and draw is not None:
-                # The expert that an image drew before, or draws now with its condition, serves all rows of the image.
+            elif rule.keeps and draw is not None:
+                # The expert that an image has, or gets now with its condition, serves all rows of the image.
                 new = rule.weights(p[: len(draw)], draw)
                 before = torch.zeros_like(new) if state.drawn is None else state.drawn
                 drawn = torch.where(before.any(-1, keepdim=True), before, new)
@@ -161,7 +167,7 @@ class RoutingState:
     probabilities: dict[WeightSource, Tensor] = field(default_factory=dict)
     """The most recent probabilities of each source."""
     drawn: Tensor | None = None
-    """The expert that each image has drawn, one-hot (images, experts); zeros for images that have not drawn yet."""
+    """The expert that each image keeps, one-hot (images, experts); zeros for images that have none yet."""
 
     def draw(self, routing: Routing, count: int) -> Tensor:
         """Return the random numbers (count,) of this evaluation, by seed, position and, for sample-1, its number."""
@@ -210,7 +216,7 @@ def _rule(word: str, above: float, text: str) -> Rule:
     elif word.startswith("nearest:"):
         word, source = word.removeprefix("nearest:"), "nearest"
     name, _, value = word.partition("-")
-    if word in ("full", "drawn"):
+    if word in ("full", "drawn", "once"):
         return Rule(word, 0.0, source, above)
     if word == "oracle" and source == "router":
         return Rule("oracle", 0.0, "given", above)

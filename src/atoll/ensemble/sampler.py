@@ -555,7 +555,7 @@ class Sampler:
         if settings.guidance_scale != 1 and not any(takes[name] for name in given):
             found.append("without a prompt or label the guidance scale has no effect")
         if any(takes[name] for name in given) and draws_unconditioned(self.ensemble, settings.routing):
-            found.append("the router is not conditioned on the prompt, so the drawn expert does not depend on it")
+            found.append("the router is not conditioned on the prompt, so the expert does not depend on it")
         return found
 
 
@@ -614,10 +614,10 @@ def _repeated(name: str, values: Any, times: int) -> list[Any] | None:
 
 
 def draws_unconditioned(ensemble: Ensemble, routing: str) -> bool:
-    """Return whether an expert is drawn at t = 1 by a router that is not conditioned on the prompt."""
+    """Return whether an expert is chosen for good at t = 1 by a router that is not conditioned on the prompt."""
     first = parse(routing).rules[0]
     unconditioned = ensemble.router is not None and not ensemble.router.declaration.conditioning
-    return len(ensemble.references) > 1 and first.name == "drawn" and first.source == "router" and unconditioned
+    return len(ensemble.references) > 1 and first.keeps and first.source == "router" and unconditioned
 
 
 def evaluated_at(settings: SampleSettings) -> list[float]:

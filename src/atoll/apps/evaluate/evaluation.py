@@ -5,7 +5,7 @@ settings add new artifacts beside the old ones. `RUN/evaluation/latest.json` is 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -45,7 +45,8 @@ def evaluate(
     processes.on_main(lambda: evaluation.check(models))
     if processes.size > 1:
         for model in models:
-            evaluation.generate(model)
+            for settings in evaluation.settings(model):
+                evaluation.generate(model, settings)
         if not processes.is_main:
             return None
         evaluation = Evaluation(run, config, options, DistContext(0, 1, processes.device))
@@ -56,7 +57,9 @@ def evaluate(
     result = EvaluationResult(
         run=str(run),
         prompts=options.prompts,
-        models=tuple(evaluation.model(model, references) for model in models),
+        models=tuple(
+            evaluation.model(model, settings, references) for model in models for settings in evaluation.settings(model)
+        ),
         diagnostics=evaluation.diagnose(models) if options.does("diagnostics") else None,
     )
     Artifact(run, layout.EVALUATION).write(Path(layout.LATEST_EVALUATION).name, to_json(plain(result)))
@@ -115,17 +118,17 @@ class Evaluation:
         if options.does("diagnostics"):
             self.validation()
 
-    def settings(self, model: EvaluatedModel) -> SampleSettings:
-        """Return the sampling settings of a model."""
-        return SampleSettings(**{**asdict(self.options.settings), "routing": model.routing or "top-1"})
+    def settings(self, model: EvaluatedModel) -> list[SampleSettings]:
+        """Return the sampling settings of a model: one for each of its rows."""
+        return [replace(settings, routing=model.routing or "top-1") for settings in self.options.sampling()]
 
-    def generate(self, model: EvaluatedModel) -> dict[str, GeneratedSet]:
+    def generate(self, model: EvaluatedModel, settings: SampleSettings) -> dict[str, GeneratedSet]:
         """Generate all sets of images of a model, or open those that exist."""
         return {
             purpose: generate(
                 model,
                 prompts,
-                self.settings(model),
+                settings,
                 purpose=purpose,
                 batch_size=self.options.batch_size,
                 load=self.options.load,
@@ -134,9 +137,9 @@ class Evaluation:
             for purpose, prompts in self.prompts().items()
         }
 
-    def model(self, model: EvaluatedModel, references: dict[str, Reference]) -> ModelResult:
-        """Evaluate one model."""
-        options, sets = self.options, self.generate(model)
+    def model(self, model: EvaluatedModel, settings: SampleSettings, references: dict[str, Reference]) -> ModelResult:
+        """Evaluate one model with one number of steps and one solver."""
+        options, sets = self.options, self.generate(model, settings)
         compared, aligned, spread, use, cost = {}, None, None, None, None
         if images := sets.get("metrics"):
             compared = {
@@ -152,24 +155,29 @@ class Evaluation:
         if generated := images or repeated:
             use = generated.use()
             sizes = {size: len(rows) for size, rows in generated.prompts.by_size().items() if size is not None}
-            counted = model.sampling(self.settings(model), 1.0 if use is None else use.mean_active, sizes or None)
+            counted = model.sampling(settings, 1.0 if use is None else use.mean_active, sizes or None)
             cost = counted.model_copy(
                 update={
                     "memory_bytes": self._memory(model, len(generated)),
                     "seconds": generated.seconds() / len(generated),
                 }
             )
+        variant = None
+        if len(all_settings := options.sampling()) > 1:
+            solver = f"{settings.solver} " if len({one.solver for one in all_settings}) > 1 else ""
+            variant = f"{settings.steps} {solver}step{'' if settings.steps == 1 else 's'}"
         return ModelResult(
             model=model.model,
             routing=model.routing,
-            label=model.label,
+            variant=variant,
+            label=f"{model.label}, {variant}" if variant else model.label,
             training=model.training(self.config),
             metrics=compared,
             alignment=aligned,
             diversity=spread,
             expert_use=use,
             sampling=cost,
-            trajectory=self._trajectory(model) if options.does("trajectories") else None,
+            trajectory=self._trajectory(model, settings) if options.does("trajectories") else None,
         )
 
     def _memory(self, model: EvaluatedModel, num_images: int) -> int:
@@ -188,8 +196,8 @@ class Evaluation:
 
         return cached(self.run, "plans", model.model, made_from=made_from, result=int, compute=compute)
 
-    def _trajectory(self, model: EvaluatedModel) -> Trajectory:
-        settings, prompts = self.settings(model), self._prompts(self.options.num_trajectories)
+    def _trajectory(self, model: EvaluatedModel, settings: SampleSettings) -> Trajectory:
+        prompts = self._prompts(self.options.num_trajectories)
         made_from = {
             "settings": {**asdict(settings), "dtype": self.options.load.precision},
             "prompts": prompts.plain(),

@@ -112,10 +112,10 @@ class EvaluatedModel:
         calls = active * (len(guided) + sum(guided))
         flops = calls * sum(experts) / len(experts)
         if layout.ROUTER in costs:
-            # `drawn` chooses an expert at the first evaluation and keeps it. Under guidance with separate weights the
-            # router runs twice.
-            once = [rule.name for rule in parse(settings.routing).rules] == ["drawn"]
-            routed = guided[:1] if once else guided
+            # `drawn` and `once` choose an expert at the first evaluation and keep it. Under guidance with separate
+            # weights the router runs twice.
+            rules = parse(settings.routing).rules
+            routed = guided[:1] if rules[0].keeps and len(rules) == 1 else guided
             twice = contents[layout.ROUTER].conditioning and settings.guidance_weights == "separate"
             flops = (len(routed) + (sum(routed) if twice else 0)) * costs[layout.ROUTER].forward_flops + flops
         return SamplingCost(

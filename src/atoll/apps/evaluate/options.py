@@ -1,14 +1,14 @@
 """Options of an evaluation. They import no torch: the docstrings of the fields are the help of `atoll evaluate`."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from tyro.conf import OmitArgPrefixes, arg
 
 from atoll.core.errors import AtollError, unknown
-from atoll.core.names import Split
-from atoll.core.options import LoadOptions, SamplingOptions
+from atoll.core.names import SolverName, Split
+from atoll.core.options import LoadOptions, SampleSettings, SamplingOptions
 
 EvaluationPart = Literal["metrics", "diversity", "diagnostics", "trajectories"]
 
@@ -25,6 +25,10 @@ class EvaluationOptions:
     """Models to evaluate: experts, monolith, student, merged, expert:K, or singles (every expert alone)."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     """Routings to evaluate the experts with."""
+    steps: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: 50)")] = ()
+    """Number of solver steps, or several to compare."""
+    solver: Annotated[tuple[SolverName, ...], arg(help_behavior_hint="(default: euler)")] = ()
+    """ODE solver, or several to compare."""
     settings: Annotated[SamplingOptions, OmitArgPrefixes] = field(default_factory=SamplingOptions)
     extractors: tuple[str, ...] = ("inception",)
     """Feature networks: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a hub name."""
@@ -54,6 +58,7 @@ class EvaluationOptions:
     """Compute biased metrics from too few images; the real-vs-real baseline shows the bias."""
 
     def __post_init__(self) -> None:
+        self.sampling()  # raises an error for wrong settings
         parts = get_args(EvaluationPart)
         for part in self.without:
             if part not in parts:
@@ -67,6 +72,14 @@ class EvaluationOptions:
                 f"and 2 images per prompt, got {self.num_images}, {self.num_real}, {self.diversity[0]} and "
                 f"{self.diversity[1]}"
             )
+
+    def sampling(self) -> list[SampleSettings]:
+        """Return the settings that each model and routing is sampled with: one for each solver and number of steps."""
+        base = SampleSettings(**asdict(self.settings))
+        solvers, steps = self.solver or (base.solver,), self.steps or (base.steps,)
+        return [
+            replace(base, solver=one, steps=count) for one in dict.fromkeys(solvers) for count in dict.fromkeys(steps)
+        ]
 
     def does(self, part: EvaluationPart) -> bool:
         """Return whether a part is included."""

@@ -252,6 +252,8 @@ class ModelResult(Content):
 
     model: str
     routing: str | None
+    variant: str | None = None
+    """Steps and solver, such as "4 heun steps", if the evaluation compares several."""
     label: str
     training: TrainingCost
     metrics: dict[str, Metrics] = Field(default_factory=dict)
@@ -275,10 +277,20 @@ class EvaluationResult(Content):
     diagnostics: Diagnostics | None = None
 
     @property
-    def protocol(self) -> Protocol | None:
-        """Return how the images were generated; None if no images were generated."""
+    def protocols(self) -> list[Protocol]:
+        """Return how the images of each metric were generated."""
         sets = (one for model in self.models for one in (*model.metrics.values(), model.diversity) if one)
-        return next((one.protocol for one in sets), None)
+        return [one.protocol for one in sets]
+
+    @property
+    def protocol(self) -> Protocol | None:
+        """Return how the images with the most steps were generated; None if no images were generated."""
+        return max(self.protocols, key=lambda protocol: protocol.steps, default=None)
+
+    def longest(self, model: ModelResult) -> ModelResult:
+        """Return the row of the same model and routing with the most network evaluations."""
+        rows = [row for row in self.models if (row.model, row.routing) == (model.model, model.routing)]
+        return max(rows, key=lambda row: row.sampling.network_evaluations if row.sampling else 0)
 
     def metrics_in(self, extractor: str) -> Metrics:
         """Return the metrics of the first model in the features of one network."""

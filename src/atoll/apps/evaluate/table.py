@@ -65,6 +65,12 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
             quality = {frechet: number(metrics.frechet, "{:.2f}")}
             if metrics.kid:
                 quality["KID × 1000"] = number(metrics.kid.value, kid, metrics.kid.standard_error)
+            if model.variant and model.sampling:
+                # Beside the model's own longest sampling, few steps stand apart from the model's quality.
+                quality = {"evaluations": number(model.sampling.network_evaluations, "{:.4g}"), **quality}
+                longest = result.longest(model).metrics[extractor].kid
+                if metrics.kid and longest and longest.value > 0:
+                    quality["of its longest"] = number(metrics.kid.value / longest.value, "{:.2f}")
             if near := metrics.precision_recall:
                 names = ("precision", "recall", "density", "coverage")
                 quality |= {name: number(getattr(near, name)) for name in names}
@@ -97,7 +103,8 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
             "longest job": number(training.longest_job_seconds, "{:.0f} s"),
             "memory": number(training.memory_bytes, size_text),
         }
-        trained.append((model, cost))
+        if result.longest(model) is model:  # training does not depend on the steps
+            trained.append((model, cost))
         if image:
             cost = {
                 "FLOPs": number(image.flops, power),

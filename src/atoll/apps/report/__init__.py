@@ -41,7 +41,7 @@ def report(
     evaluation = data.evaluation
 
     # Models: the experts with each possible routing, each expert alone, dense models
-    evaluated = [model.routing for model in evaluation.models if model.routing] if evaluation else []
+    evaluated = list(dict.fromkeys(model.routing for model in evaluation.models if model.routing)) if evaluation else []
     possible = ["top-1"]  # one expert needs no router
     if len(data.experts) > 1:
         wanted = routings or evaluated or ROUTINGS

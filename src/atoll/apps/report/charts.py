@@ -54,6 +54,7 @@ class Chart:
     y_label: str
     alt: str
     top: float | None = None
+    log_x: bool = False
 
     @cached_property
     def ends(self) -> tuple[float, float, float]:
@@ -62,9 +63,19 @@ class Chart:
         first, last = min(xs), max(xs)
         return first, last if last > first else first + 1, self.top or 1.05 * max(ys) or 1.0
 
+    @property
+    def x_ticks(self) -> list[float]:
+        """Round values of x; the powers of two on a logarithmic axis."""
+        first, last, _ = self.ends
+        if not self.log_x:
+            return ticks(first, last)
+        return [2.0**power for power in range(math.ceil(math.log2(first)), math.floor(math.log2(last)) + 1)]
+
     def x(self, value: float) -> float:
         """Return the position of an x in the SVG."""
         first, last, _ = self.ends
+        if self.log_x:
+            first, last, value = math.log(first), math.log(last), math.log(value)
         return self.LEFT + (value - first) / (last - first) * (self.WIDTH - self.LEFT - self.RIGHT)
 
     def y(self, value: float) -> float:

@@ -151,8 +151,8 @@ class Gallery:
             if "label" in conditioning:
                 raise AtollError("--prompts: the model is conditioned on classes, and not all of these are classes")
             raise AtollError("--prompts: the model is unconditional; leave --prompts out")
-        # `nearest` and `oracle` have no router probabilities, and `drawn` only those of the first step.
-        routed = all(rule.source == "router" and rule.name != "drawn" for rule in rules)
+        # `nearest` and `oracle` have no router probabilities, and `drawn` and `once` only those of the first step.
+        routed = all(rule.source == "router" and not rule.keeps for rule in rules)
         found, order = {}, []
         traces = []
         for size, samples in sample_by_size(sampler, prompts, settings, batch_size=BATCH):

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from torch import Tensor
 
-from atoll.apps.evaluate.results import Diagnostics, plain
+from atoll.apps.evaluate.results import Diagnostics, EvaluationResult, plain
 from atoll.apps.evaluate.table import number, tables
 from atoll.apps.report.charts import Chart, Line, color, ticks
 from atoll.apps.report.gallery import Example, GalleryRow
@@ -71,6 +71,7 @@ def page(data: ReportData, settings: SampleSettings, examples: list[Example], *,
         losses=losses(data),
         evaluation=evaluation,
         tables=tables(evaluation) if evaluation else [],
+        steps_charts=steps_charts(evaluation) if evaluation else {},
         json=json.dumps(plain(evaluation), indent=1, sort_keys=True) if evaluation else "",
         diagnostics=diagnostics,
         charts=diagnostic_charts(data, diagnostics) if diagnostics else {},
@@ -114,6 +115,32 @@ def losses(data: ReportData) -> dict[str, Chart]:
             lines.append(Line(job.title, [(line.images, line.loss) for line in job.metrics], shade))
         found[LOSSES.get(kind, kind)] = Chart(lines, "images seen", "loss", f"{kind} loss")
     return found
+
+
+def steps_charts(found: EvaluationResult) -> dict[str, Chart]:
+    """Return KID over network evaluations by feature network, if several numbers of steps were compared.
+
+    Models and routings have colors; solvers after the first one are dashed.
+    """
+    charts = {}
+    solvers = list(dict.fromkeys(protocol.solver for protocol in found.protocols))
+    for extractor in found.extractors:
+        points: dict[tuple[str, str | None, str], list[tuple[float, float]]] = {}
+        for row in found.models:
+            metrics = row.metrics[extractor]
+            if row.variant and row.sampling and metrics.kid:
+                line = points.setdefault((row.model, row.routing, metrics.protocol.solver), [])
+                line.append((row.sampling.network_evaluations, 1000 * metrics.kid.value))
+        routings = list(dict.fromkeys(routing for _, routing, _ in points if routing))
+        lines = []
+        for (model, routing, solver), line in points.items():
+            name = " ".join([model, *filter(None, [routing]), *([solver] if len(solvers) > 1 else [])])
+            shade = color(routings.index(routing)) if routing else DENSE.get(model, "var(--soft)")
+            lines.append(Line(name, sorted(line), shade, dashed=solver != solvers[0]))
+        if lines:
+            label = f"KID over network evaluations, {extractor} features"
+            charts[label] = Chart(lines, "network evaluations per image", "KID × 1000", label, log_x=True)
+    return charts
 
 
 def diagnostic_charts(data: ReportData, found: Diagnostics) -> dict[str, Chart]:

@@ -123,7 +123,7 @@ class ImageState:
     weights: list[list[float]] = field(default_factory=list)
     """Routing weights of the completed steps, by step and expert."""
     drawn: Tensor | None = None
-    """One-hot vector (experts,) of the drawn expert, for routings that keep one expert along the trajectory."""
+    """One-hot vector (experts,) of its expert, for routings that keep one expert along the trajectory."""
     estimate: Tensor | None = None
     """Predicted final latent at the last step that needs a preview."""
 
@@ -459,7 +459,7 @@ def _advance(images: Sequence[ImageState]) -> None:
     settings, decisions = first.generation.settings, list[Decision]()
 
     # Clusters of routing by oracle (images,), uniform numbers of routings that draw experts (images,), and the experts
-    # that earlier steps drew (images, experts); a zero row means that the image has not drawn one yet.
+    # that images keep from earlier steps (images, experts); a zero row means that the image has none yet.
     clusters = [request.generation.cluster for request in requests if request.generation.cluster is not None]
     routing, numbers = parse(settings.routing), []
     for image in images if routing.draws else ():

@@ -24,6 +24,7 @@ export function describeRouting(name) {
     threshold: `all experts with a probability of at least ${number}`,
     nucleus: `the fewest experts with a total probability of at least ${number}`,
     drawn: "one random expert for the whole image",
+    once: "the most probable expert of the first step for the whole image",
     sample: "one random expert at every step",
     nearest: "by the densities of the clusters, without a router",
   };

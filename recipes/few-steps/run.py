@@ -1,0 +1,148 @@
+"""Few steps: evaluate the models of a run with several numbers of steps, and append the rows to results.jsonl.
+
+    python recipes/few-steps/run.py RUN                     # the table: all routings and the monolith
+    python recipes/few-steps/run.py RUN --shift 2           # with another timestep shift
+    python recipes/few-steps/run.py RUN --steps 2 4 --solver heun
+    python recipes/few-steps/run.py --table [--figure FILE] # the tables of README.md, from results.jsonl
+
+The protocol is in README.md. The same command continues after an interruption, and computes no set of images twice.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from atoll.apps.evaluate.evaluation import evaluate
+from atoll.apps.evaluate.options import EvaluationOptions
+from atoll.apps.evaluate.results import ModelResult
+from atoll.core import config as configuration
+from atoll.core.options import SampleSettings
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+STEPS = (1, 2, 4, 8, 25, 50)
+ROUTINGS = ("top-1", "top-2", "drawn", "once", "nearest", "oracle")
+TITLES = {"inception": "KID x 1000", "efficientnet-lite0": "KID x 1000 in EfficientNet features"}
+
+
+def rows_of(model: ModelResult) -> list[dict[str, Any]]:
+    """Return a row for each feature network."""
+    found = []
+    for extractor, metrics in model.metrics.items():
+        protocol, kid = metrics.protocol, metrics.kid
+        assert kid is not None
+        assert metrics.precision_recall is not None
+        assert model.sampling is not None
+        found.append({
+            "model": model.model, "routing": model.routing, "solver": protocol.solver, "steps": protocol.steps,
+            "shift": protocol.shift, "evaluations": round(model.sampling.network_evaluations, 2),
+            "num_images": protocol.num_images, "extractor": extractor, "frechet": round(metrics.frechet, 2),
+            "kid": round(1000 * kid.value, 2), "kid_error": round(1000 * kid.standard_error, 2),
+            "precision": round(metrics.precision_recall.precision, 3),
+        })  # fmt: skip
+    return found
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Evaluate the run and append what is new."""
+    config = configuration.load(options.run)
+    chosen = EvaluationOptions(
+        num_images=options.num_images,
+        models=tuple(options.models),
+        routings=tuple(options.routings),
+        steps=tuple(options.steps),
+        solver=(options.solver,),
+        settings=SampleSettings(guidance_scale=1.0, shift=options.shift),
+        extractors=tuple(options.extractors),
+        prompts=options.prompts,
+        without=("diversity", "diagnostics", "trajectories"),
+        allow_small=True,
+    )
+    result = evaluate(options.run, config, chosen)
+    assert result is not None
+    known = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    about = {"data": options.name or options.run.name, "seed": config.train.seed}
+    lines = [json.dumps({**about, **row}) for model in result.models for row in rows_of(model)]
+    RESULTS.write_text("".join(f"{line}\n" for line in dict.fromkeys(known + lines)))
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Return the model, routing and solver of a row."""
+    parts = [row["model"] if row["routing"] is None else row["routing"]]
+    parts += [row["solver"]] if row["solver"] != "euler" else []
+    return ", ".join([*parts, *([f"shift {row['shift']:g}"] if row["shift"] != 1 else [])])
+
+
+def show(figure: Path | None) -> None:
+    """Print KID for each dataset and feature network with its ratio to the row's 25 steps, then FID and precision.
+
+    A row of fewer images than the others has a *, and neither FID nor precision, which depend on their number.
+    """
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    groups: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in rows:
+        groups.setdefault((row["data"], row["extractor"]), {}).setdefault(name_of(row), {})[row["steps"]] = row
+    for (data, extractor), models in groups.items():
+        most = max(row["num_images"] for found in models.values() for row in found.values())
+        steps = sorted({count for found in models.values() for count in found})
+        heads = [f"{count} step{'s' * (count > 1)}" for count in steps]
+        print(f"\n{data}, {TITLES[extractor]}\n\n| model | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
+        for name, found in models.items():
+            longest = found.get(25)
+            cells = []
+            for count in steps:
+                row = found.get(count)
+                cell = "" if row is None else f"{row['kid']:.1f} ± {row['kid_error']:.1f}"
+                if row is not None and row["num_images"] < most:
+                    cell += " *"
+                if row is not None and longest is not None and count != 25:
+                    cell += f" ({row['kid'] / longest['kid']:.2f})"
+                cells.append(cell)
+            print(f"| {name} | {' | '.join(cells)} |")
+        if extractor != "inception":
+            continue
+        print("\n| model | FID at " + " | ".join(heads) + " | precision at " + " | ".join(heads) + " |")
+        print(f"|---|{'---|' * 2 * len(steps)}")
+        for name, every in models.items():
+            found = {count: row for count, row in every.items() if row["num_images"] == most}
+            distance = [f"{found[count]['frechet']:.0f}" if count in found else "" for count in steps]
+            precision = [f"{found[count]['precision']:.2f}" if count in found else "" for count in steps]
+            print(f"| {name} | {' | '.join(distance + precision)} |")
+    if figure is not None:
+        draw({name: list(found.values()) for name, found in groups["demo", "inception"].items()}, figure)
+
+
+def draw(lines: dict[str, list[dict[str, Any]]], figure: Path) -> None:
+    """Draw KID over network evaluations per image, a line for each model."""
+    from matplotlib import pyplot
+
+    page, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for name, rows in lines.items():
+        rows.sort(key=lambda row: row["evaluations"])
+        color = "black" if name.startswith("monolith") else None
+        x, y = [row["evaluations"] for row in rows], [row["kid"] for row in rows]
+        axes.errorbar(x, y, [row["kid_error"] for row in rows], marker="o", markersize=3, label=name, color=color)
+    axes.set(xscale="log", xlabel="network evaluations per image", ylabel="KID x 1000", ylim=(0, None))
+    axes.set_xticks([1, 2, 4, 8, 25, 50], ["1", "2", "4", "8", "25", "50"], minor=False)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    page.savefig(figure, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Measure few steps.")
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--name", help="name of the data in the tables; the default is the folder's")
+    parser.add_argument("--models", nargs="+", default=["experts", "monolith"])
+    parser.add_argument("--routings", nargs="+", default=ROUTINGS)
+    parser.add_argument("--steps", nargs="+", type=int, default=STEPS)
+    parser.add_argument("--solver", default="euler")
+    parser.add_argument("--shift", type=float, default=1.0)
+    parser.add_argument("--num-images", type=int, default=512)
+    parser.add_argument("--prompts", default="train")
+    parser.add_argument("--extractors", nargs="+", default=["inception"])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", type=Path)
+    arguments = parser.parse_args()
+    show(arguments.figure) if arguments.table else measure(arguments)
