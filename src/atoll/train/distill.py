@@ -89,12 +89,13 @@ class StudentTask(ExpertTask):
 
     def _targets(self, position: int, count: int) -> Tensor:
         """Return the targets (count, C, H, W) of the positions from `position` on, from one block or several."""
-        parts, block = [], self.spec.teacher_block
+        assert self.spec.student is not None
+        parts, block = [], self.spec.student.block
         while count:
             start = position % block
             if position - start not in self._blocks:
                 self._blocks.clear()
-                self._blocks[position - start] = self._compute_block(position - start)
+                self._blocks[position - start] = self._compute_block(position - start, block)
             targets = self._blocks[position - start]
             # The positions have one size, because a batch has. Rows of a size are in the order of positions.
             row, here = int(targets.row[start]), min(count, block - start)
@@ -103,11 +104,11 @@ class StudentTask(ExpertTask):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.no_grad()
-    def _compute_block(self, first: int) -> _Targets:
+    def _compute_block(self, first: int, block: int) -> _Targets:
         """Compute the targets of a block for this process; the rows of other processes are NaN."""
         shards, settings, device = self.shards, self.spec.settings, self.device
         queued = device.type in ASYNCHRONOUS
-        positions = np.arange(first, first + self.spec.teacher_block, dtype=np.uint64)
+        positions = np.arange(first, first + block, dtype=np.uint64)
         numbers = shards.order(positions, self.seed, settings.batch_size)
 
         # Targets of NaN
