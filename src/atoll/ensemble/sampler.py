@@ -225,6 +225,9 @@ class Sampler:
         chosen = settings or SampleSettings(routing=self.ensemble.routing.text)
         chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
         parse(chosen.routing)  # raises an error for an unknown rule
+        if (fixed := self.fixed(chosen)) != chosen:
+            print(f"note: few-step students sample in {fixed.steps} Euler steps without guidance", file=sys.stderr)
+            chosen = fixed
         embeds = None
         if prompt_embeds is not None:
             if prompt is not None or "arguments" in self.ensemble.conditioning:
@@ -438,6 +441,12 @@ class Sampler:
 
     # From noise to latents
 
+    def fixed(self, settings: SampleSettings) -> SampleSettings:
+        """Return the settings with the steps of few-step students, who learned these steps and their guidance."""
+        if (steps := self.ensemble.steps) is None:
+            return settings
+        return replace(settings, steps=steps, solver="euler", shift=1.0, scheduler_times=False, guidance_scale=1.0)
+
     def noise(self, count: int, seed: int | Sequence[int], first: int = 0, *, size: Size | None = None) -> Tensor:
         """Return the noise (count, C, H, W) of the images from position `first` on, for latents of some size.
 
@@ -466,8 +475,9 @@ class Sampler:
                 on_velocity(x, now, v)
             return v
 
+        settings = self.fixed(settings)
         steps, own = settings.steps, settings.scheduler_times
-        if self.scheduler is not None:
+        if self.ensemble.steps is None and self.scheduler is not None:
             return flow.run_scheduler(
                 self.scheduler, velocity, state.x, steps=steps, scheduler_times=own, on_step=on_step
             )

@@ -67,17 +67,14 @@ class StudentTask(ExpertTask):
         """
         noised = inputs.noised
         target = upload(self._targets(inputs.position, len(inputs.index)), noised.input.device)
-        output = forward(noised.input, noised.timestep, inputs.condition)[:, : target.shape[1]]
+        told = {"cluster": inputs.cluster} if self.spec.told_clusters else {}
+        output = forward(noised.input, noised.timestep, inputs.condition, **told)[:, : target.shape[1]]
         error = (output.float() - target).square().flatten(1).mean(1)
         return Losses(time_weight(noised.t) * error, noised.t, {})
 
     def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> ExpertContent:
         """Measure the validation error against eps - x0 of the data, as for any expert; name the teachers."""
-        made_by = {
-            "teachers": tuple(teachers(self.spec.run, self.spec.clusters)),
-            "teacher_dtype": dtype_name(compute_dtype(self.device)),
-        }
-        return super().finish(compute, processes).model_copy(update=made_by)
+        return super().finish(compute, processes).model_copy(update=made_by_teachers(self))
 
     @cached_property
     def _teachers(self) -> ExpertCache:
@@ -87,15 +84,19 @@ class StudentTask(ExpertTask):
         options = DeviceOptions(self.device, compute_dtype(self.device))
         return ExpertCache(references, self.shards.statistics, options, TEACHERS)
 
+    @property
+    def _block(self) -> int:
+        assert self.spec.student is not None
+        return self.spec.student.block
+
     def _targets(self, position: int, count: int) -> Tensor:
         """Return the targets (count, C, H, W) of the positions from `position` on, from one block or several."""
-        assert self.spec.student is not None
-        parts, block = [], self.spec.student.block
+        parts, block = [], self._block
         while count:
             start = position % block
             if position - start not in self._blocks:
                 self._blocks.clear()
-                self._blocks[position - start] = self._compute_block(position - start, block)
+                self._blocks[position - start] = self._compute_block(position - start)
             targets = self._blocks[position - start]
             # The positions have one size, because a batch has. Rows of a size are in the order of positions.
             row, here = int(targets.row[start]), min(count, block - start)
@@ -104,11 +105,11 @@ class StudentTask(ExpertTask):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.no_grad()
-    def _compute_block(self, first: int, block: int) -> _Targets:
+    def _compute_block(self, first: int) -> _Targets:
         """Compute the targets of a block for this process; the rows of other processes are NaN."""
         shards, settings, device = self.shards, self.spec.settings, self.device
         queued = device.type in ASYNCHRONOUS
-        positions = np.arange(first, first + block, dtype=np.uint64)
+        positions = np.arange(first, first + self._block, dtype=np.uint64)
         numbers = shards.order(positions, self.seed, settings.batch_size)
 
         # Targets of NaN
@@ -154,3 +155,9 @@ class StudentTask(ExpertTask):
         # A teacher computes in the precision of its weights, not in the student's (autocast).
         with torch.autocast(device.type, enabled=False):
             return teacher.velocity(upload(noised.input, device), upload(noised.t, device), condition).float()
+
+
+def made_by_teachers(task: ExpertTask) -> dict[str, Any]:
+    """Return the fields that the manifests of all students have."""
+    precision = dtype_name(compute_dtype(task.device))
+    return {"teachers": tuple(teachers(task.spec.run, task.spec.clusters)), "teacher_dtype": precision}

@@ -85,6 +85,16 @@ class TrainSpec:
     """How a student is distilled; None for other jobs."""
 
     @property
+    def few_steps(self) -> int:
+        """Number of steps of a few-step student; 0 for all other jobs."""
+        return self.student.steps if self.student else 0
+
+    @property
+    def told_clusters(self) -> int:
+        """Number of clusters that a student is told; 0 if it is told none."""
+        return len(self.clusters) if self.student and self.student.cluster and len(self.clusters) > 1 else 0
+
+    @property
     def result(self) -> Artifact:
         """The artifact of the result."""
         return Artifact(self.run, layout.final(self.job))
