@@ -249,8 +249,8 @@ class JobCosts:
             align=spec.align,
         )
         if spec.kind == "student":
-            # One teacher at a time, or all of them for a few-step student. Before the experts are trained, the student's
-            # own network is the best guess.
+            # One teacher at a time, or all of them for a few-step student. Before the experts are trained, the
+            # student's own network is the best guess.
             results = [Artifact(spec.run, layout.final(layout.expert_job(number))) for number in spec.clusters]
             found = [result.read(EXPERT).network for result in results if result.manifest() is not None]
             dtype = torch.bfloat16 if gpus else compute_dtype(place)

@@ -34,8 +34,8 @@ from atoll.flow import rng
 from atoll.flow.flow_map import step_targets
 from atoll.flow.schedules import LINEAR
 from atoll.nets import Condition
-from atoll.train.distill import made_by_teachers
-from atoll.train.tasks import ExpertTask, Forward, Losses, TrainingInputs
+from atoll.train.distill import StudentTask
+from atoll.train.tasks import Forward, Losses, TrainingInputs
 
 NOISE_STREAM, LENGTH_STREAM, VALIDATION_STREAM = 19, 20, 22
 """Random streams of the initial noise, of the lengths, and of the noise of validation."""
@@ -46,7 +46,7 @@ TEACHER_STEPS = 50
 
 
 @dataclass(frozen=True)
-class FewStepTask(ExpertTask):
+class FewStepTask(StudentTask):
     """A student that samples in few steps."""
 
     @cached_property
@@ -76,7 +76,7 @@ class FewStepTask(ExpertTask):
         def average(x: Tensor, t: Tensor, d: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
             times, lengths = upload(t, device), upload(d, device)
             condition, cluster = inputs.condition[rows], inputs.cluster[rows]
-            return self.average(self.network, x, times, lengths, condition=condition, cluster=cluster)
+            return self.velocity(self.network, x, times, condition=condition, cluster=cluster, length=lengths)
 
         x = inputs.noised.input
         with torch.no_grad():
@@ -85,22 +85,13 @@ class FewStepTask(ExpertTask):
                 there = upload(rows, device)
                 start, length = torch.full((len(rows),), 1 - done / steps), torch.full((len(rows),), 1 / steps)
                 x = x.index_add(0, there, average(x[there], start, length, there), alpha=-1 / steps)
-        output = self.average(
-            forward, x, upload(t, device), upload(d, device), condition=inputs.condition, cluster=inputs.cluster
-        )
+        times, lengths = upload(t, device), upload(d, device)
+        output = self.velocity(forward, x, times, condition=inputs.condition, cluster=inputs.cluster, length=lengths)
         # A difference of two values in bfloat16 would be mostly rounding error.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             velocity = self.teacher_velocity(inputs.condition, self._clusters(inputs.index))
             target = step_targets(velocity, average, x, t, d, longest=1 / steps, at_d=output.detach())
         return Losses((output - target).square().flatten(1).mean(1), upload(t - d, device), {})
-
-    def average(
-        self, network: Forward, x: Tensor, t: Tensor, d: Tensor, *, condition: Condition, cluster: Tensor
-    ) -> Tensor:
-        """Return the student's average velocity (batch, C, H, W) over steps of length d (batch,) from times t."""
-        told = {"cluster": cluster} if self.spec.told_clusters else {}
-        output: Tensor = network(x, LINEAR.timestep(t), condition, length=d, **told)
-        return output[:, : x.shape[1]].float()
 
     def teacher_velocity(self, condition: Condition, cluster: Tensor) -> flow.solvers.VelocityField:
         """Return the guided velocity field of each image's teacher; the clusters (batch,) are on the CPU."""
@@ -114,7 +105,7 @@ class FewStepTask(ExpertTask):
         return velocity
 
     def expert(self) -> OpenExpert | None:  # type: ignore[override]
-        """Return None: previews and validations of training evaluate velocities at any time."""
+        """Return None: previews and validations during training evaluate velocities at any time."""
         return None
 
     @torch.no_grad()
@@ -138,23 +129,22 @@ class FewStepTask(ExpertTask):
             error = Summary(torch.cat(distances).mean().item())
         return ExpertContent(
             **self.declared(compute, error),
-            **made_by_teachers(self),
+            **self.made_by(),
             objective=self.objective.spec,
             steps=steps,
         )
 
-    def _distance(self, noise: Tensor, batch: Batch, cluster: Tensor) -> Tensor:
-        """Return the squared distance of the two latents of each image (batch,)."""
-        condition, steps, length = condition_of(batch, self.spec.conditioning), self.spec.few_steps, noise.new_ones(1)
+    def _distance(self, noise: Tensor, batch: Batch, clusters: Tensor) -> Tensor:
+        """Return the squared distance of the two latents of each image (batch,); the clusters are on the CPU."""
+        condition, steps = condition_of(batch, self.spec.conditioning), self.spec.few_steps
+        length = noise.new_full((1,), 1 / steps)
 
         def student(x: Tensor, t: Tensor) -> Tensor:
-            lengths = (length / steps).expand(len(x))
-            return self.average(
-                self.network, x, upload(t, x.device), lengths, condition=condition, cluster=batch.cluster
-            )
+            t, cluster = upload(t, x.device), batch.cluster
+            return self.velocity(self.network, x, t, condition=condition, cluster=cluster, length=length)
 
         ours = flow.solve(student, noise, steps=steps)
-        theirs = flow.solve(self.teacher_velocity(condition, cluster), noise, steps=TEACHER_STEPS)
+        theirs = flow.solve(self.teacher_velocity(condition, clusters), noise, steps=TEACHER_STEPS)
         return (ours - theirs).square().flatten(1).mean(1).cpu()
 
     def _clusters(self, index: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class TrainSpec:
     from_expert: int | None
     """Number of the expert with the initial weights of a student."""
     objective: ObjectiveSpec | None
-    """None for a router and a student."""
+    """None for a router, and for a student that predicts velocities."""
     settings: TrainSection
     """The `train` section, overridden by the job's section: total_images rounded up to full steps, a precision."""
     align: AlignmentSpec | None
@@ -145,6 +145,11 @@ def resolve_job(
             from_expert = layout.expert_number(layout.model_job(given))
         if given is not None:
             init_from = None if from_start or from_expert is not None else given
+        # A student predicts velocities, or what the network predicts whose weights it begins with. The noise that an
+        # epsilon or a score stands for says nothing about the velocity at t = 1, where a student's first step begins.
+        if from_start or from_expert is not None:
+            objective_choice = config.experts["default"] if from_expert is None else config.objective(from_expert)
+            objective_choice = None if objective_choice.prediction in ("epsilon", "score") else objective_choice
     origin = init_from or origin
 
     # Data and network
