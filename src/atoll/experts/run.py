@@ -57,7 +57,7 @@ def open_run(
             raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} {options}")
     if find_base and (encoder := configuration.load(run).text.encoder).startswith(BASE):
         register_base(encoder)
-    experts = [part for job in jobs for part in _by_cluster(run, expert_of_run(run, job, verify=verify))]
+    experts = [part for job in jobs for part in _by_cluster(run, expert_of_run(run, job, verify=verify), verify)]
     declared = experts[0].declaration
     encoders = Encoders.of(declared.latents, declared.text, run=run)
     router, artifact = None, Artifact(run, layout.final(layout.ROUTER))
@@ -74,7 +74,7 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> NetworkRefere
     return reference_of_artifact(artifact, EXPERT, *open_network(artifact, EXPERT, verify=verify))
 
 
-def _by_cluster(run: Path, reference: NetworkReference) -> list[NetworkReference]:
+def _by_cluster(run: Path, reference: NetworkReference, verify: bool) -> list[NetworkReference]:
     """Return a network as an expert for each cluster, if it is told the cluster."""
     declared = reference.declaration
     artifact = Artifact(run, layout.final(declared.name))
@@ -82,10 +82,14 @@ def _by_cluster(run: Path, reference: NetworkReference) -> list[NetworkReference
         return [reference]
     manifest, files = open_network(artifact, EXPERT, verify=True)
     vectors = tensors_of((files or VerifiedFiles(artifact, manifest)).read(CLUSTERS_FILE))[CLUSTERS]
-    network = cache(reference.open)
+    network, densities = cache(reference.open), {}
+    for job in map(layout.expert_job, declared.clusters):  # its teachers, which have the densities of the clusters
+        found = Artifact(run, layout.final(job)).manifest() is not None
+        densities[job] = expert_of_run(run, job, verify=verify).density if found else None
     return [
         replace(
             reference,
+            density=densities[layout.expert_job(cluster)],
             declaration=replace(declared, clusters=(cluster,)),
             open=lambda vector=vector: for_cluster(network(), vector),  # type: ignore[misc]
         )

@@ -29,7 +29,7 @@ from atoll.data.dataset import Batch
 from atoll.ensemble import Ensemble
 from atoll.experts.expert import DeviceOptions, OpenExpert, condition_of
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import Summary
+from atoll.experts.validation import Summary, time_weight
 from atoll.flow import rng
 from atoll.flow.flow_map import step_targets
 from atoll.flow.schedules import LINEAR
@@ -66,7 +66,10 @@ class FewStepTask(StudentTask):
         return TrainingInputs(inputs.index, position, noised, inputs.condition, inputs.cluster)
 
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
-        """Return the mean squared error against the target for each image."""
+        """Return the mean squared error against the target for each image, weighted as in validation.
+
+        The error of an x0 teacher's velocity grows as 1/t at the end of the last step, as that of `StudentTask`.
+        """
         steps, count, device = self.spec.few_steps, len(inputs.index), self.device
         # Times and clusters stay on the CPU, where they are known: reading them from the device would wait for it.
         step = torch.arange(inputs.position, inputs.position + count) % steps
@@ -91,7 +94,8 @@ class FewStepTask(StudentTask):
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             velocity = self.teacher_velocity(inputs.condition, self._clusters(inputs.index))
             target = step_targets(velocity, average, x, t, d, longest=1 / steps, at_d=output.detach())
-        return Losses((output - target).square().flatten(1).mean(1), upload(t - d, device), {})
+        end = upload(t - d, device)
+        return Losses(time_weight(end) * (output - target).square().flatten(1).mean(1), end, {})
 
     def teacher_velocity(self, condition: Condition, cluster: Tensor) -> flow.solvers.VelocityField:
         """Return the guided velocity field of each image's teacher; the clusters (batch,) are on the CPU."""
