@@ -158,6 +158,11 @@ def jobs(run: Path) -> list[str]:
     return [*(f"experts/{name}" for name in experts), *others]
 
 
+def student_jobs(run: Path) -> list[str]:
+    """Return the jobs of single experts' few-step students that have a folder in a run, by number."""
+    return sorted(f"{STUDENTS}/{path.name}" for path in (run / STUDENTS).glob("[0-9]*") if path.is_dir())
+
+
 def shard_folders(run: Path) -> list[str]:
     """Return the names of the shard artifacts that have a folder in a run, by cluster."""
     return [f"data/shards/{path.name}" for path in sorted((run / "data" / "shards").glob("cluster_*"))]

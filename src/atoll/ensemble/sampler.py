@@ -225,7 +225,7 @@ class Sampler:
         chosen = settings or SampleSettings(routing=self.ensemble.routing.text)
         chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
         parse(chosen.routing)  # raises an error for an unknown rule
-        if (fixed := self.fixed(chosen)) != chosen:
+        if (fixed := chosen.for_steps(self.ensemble.steps)) != chosen:
             print(f"note: few-step students sample in {fixed.steps} Euler steps without guidance", file=sys.stderr)
             chosen = fixed
         embeds = None
@@ -441,12 +441,6 @@ class Sampler:
 
     # From noise to latents
 
-    def fixed(self, settings: SampleSettings) -> SampleSettings:
-        """Return the settings with the steps of few-step students, who learned these steps and their guidance."""
-        if (steps := self.ensemble.steps) is None:
-            return settings
-        return replace(settings, steps=steps, solver="euler", shift=1.0, scheduler_times=False, guidance_scale=1.0)
-
     def noise(self, count: int, seed: int | Sequence[int], first: int = 0, *, size: Size | None = None) -> Tensor:
         """Return the noise (count, C, H, W) of the images from position `first` on, for latents of some size.
 
@@ -475,7 +469,7 @@ class Sampler:
                 on_velocity(x, now, v)
             return v
 
-        settings = self.fixed(settings)
+        settings = settings.for_steps(self.ensemble.steps)
         steps, own = settings.steps, settings.scheduler_times
         if self.ensemble.steps is None and self.scheduler is not None:
             return flow.run_scheduler(

@@ -173,7 +173,8 @@ class ModelRegistry:
             return (("folder", 0),) if model == "experts" else ()
         jobs = [model]
         if model in ("experts", layout.STUDENTS):
-            jobs = [f"{model}/{path.name}" for path in (self.run / model).glob("[0-9]*")]
+            jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)]
+            jobs = jobs if model == "experts" else layout.student_jobs(self.run)
             jobs += [layout.ROUTER] if trained(self.run, jobs) else []
         files = sorted(trained(self.run, jobs))
         return tuple((file.relative_to(self.run).as_posix(), file.stat().st_mtime_ns) for file in files)

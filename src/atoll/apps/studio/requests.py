@@ -91,7 +91,7 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
     generation = GenerationRequest(
-        model.sampler.fixed(SampleSettings(steps, guidance_scale, seed=request.seed, routing=routing)),
+        SampleSettings(steps, guidance_scale, seed=request.seed, routing=routing).for_steps(model.ensemble.steps),
         request.prompt,
         request.label,
         request.num_images,
