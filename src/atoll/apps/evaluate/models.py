@@ -156,7 +156,7 @@ def finished_jobs(run: Path) -> list[str]:
 
 
 def finished_students(run: Path) -> list[str]:
-    """Return the finished few-step students of single experts: students/000, …"""
+    """Return the finished few-step students of single experts by number."""
     return [name for name in layout.student_jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
 
 
