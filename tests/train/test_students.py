@@ -157,7 +157,7 @@ def test_a_student_that_is_told_its_cluster_is_an_ensemble(distilled: Path, tmp_
             lambda x, t, e=ensemble: e.velocity(x, t, sampler.encode(["circle"])), noise[row : row + 1], steps=2
         )
         torch.testing.assert_close(latents[row : row + 1], expected, atol=1e-4, rtol=1e-4)
-    vectors = load_file(distilled / "student/final/clusters.safetensors")["clusters.weight"]
+    vectors = load_file(distilled / "student/final/told-clusters.safetensors")["clusters.weight"]
     assert vectors.shape == (3, 32)
     assert bool(vectors.abs().amax(1).gt(0).all())
     # Its densities are those of the experts, so `nearest` can choose the cluster in an export, too.

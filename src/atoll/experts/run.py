@@ -25,7 +25,7 @@ from atoll.nets.student import CLUSTERS, for_cluster
 from atoll.verify.local_trust import open_network
 from atoll.verify.verified_files import VerifiedFiles
 
-CLUSTERS_FILE = "clusters.safetensors"
+CLUSTERS_FILE = "told-clusters.safetensors"
 """The vectors of the clusters of a student that is told its cluster (`nets/student.py`)."""
 
 
