@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import cli, flow
+from atoll.apps.evaluate.models import evaluated_models
 from atoll.apps.models.export import export
 from atoll.apps.models.pipeline import AtollPipeline
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT
+from atoll.ensemble import SampleSettings
 from atoll.nets import Condition, DiT, DiTConfig
 from atoll.nets.student import StudentNetwork, for_cluster, plain_weights
 from atoll.train import build_task, resolve_job, train_job
@@ -196,3 +198,16 @@ def test_wrong_requests_are_errors(
 ) -> None:
     with pytest.raises(AtollError, match=message):
         train_job(resolve_job(trained_experts, config.load(trained_experts, changes), "student", expert=expert))
+
+
+def test_students_are_evaluated_with_a_routing_in_their_steps(distilled: Path) -> None:
+    models = evaluated_models(distilled, ["students", "student"], ["nearest:drawn", "oracle"])
+    assert [model.label for model in models] == [
+        f"{model} {routing}" for model in ("students", "student") for routing in ("nearest:drawn", "oracle")
+    ]
+    assert [model.steps for model in models] == [2] * 4
+    assert [len(model.parts()) for model in models] == [3, 3, 1, 1]
+    assert evaluated_models(distilled, ["experts"], ["top-1"])[0].steps is None
+    # Two evaluations of one network, and no guidance.
+    cost = models[0].sampling(SampleSettings(routing="nearest:drawn").for_steps(2), 1.0)
+    assert cost.network_evaluations == 2
