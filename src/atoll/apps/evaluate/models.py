@@ -76,8 +76,7 @@ class EvaluatedModel:
     @property
     def steps(self) -> int | None:
         """The number of sampling steps of few-step students; None for other models."""
-        content = self._contents()[0]
-        return content.steps if isinstance(content, ExpertContent) else None
+        return self.parts()[0].read(EXPERT).steps
 
     def training(self, config: Config) -> TrainingCost:
         """Return the training cost of its networks from their manifests, with an estimate of the memory.
