@@ -58,7 +58,7 @@ MODELS = ("experts", STUDENTS, *DENSE, "expert:K")
 """Model ids: the ensemble of experts or of their few-step students, a dense network, or one expert (`expert:3`)."""
 
 _EXPERT = re.compile(r"experts/(\d{3,})")
-JOB_PATTERN = rf"^((experts|students)/[0-9]{{3,5}}|{'|'.join(OTHERS)})$"
+JOB_PATTERN = rf"^(experts/[0-9]{{3,5}}|{'|'.join(OTHERS)})$"
 """Pattern of job names, to check those in HTTP requests. It allows 99,999 experts."""
 CHECKPOINTS_PATTERN = "experts/[0-9]{3,6}/checkpoints"
 """Pattern of the folders of experts' checkpoints, to check names from untrusted manifests."""
