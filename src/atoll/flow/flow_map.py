@@ -27,6 +27,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from atoll.core.device import upload
 from atoll.flow.schedules import broadcast
 from atoll.flow.solvers import VelocityField
 
@@ -49,11 +50,12 @@ def step_targets(
 ) -> Tensor:
     """Return the targets (3) for states x (batch, …) at times t (batch,), with lengths d (batch,) in (0, longest].
 
-    The derivative is a central difference, one-sided at the ends of the interval, beyond which nothing is trained.
-    `at_d` is average(x, t, d), if it is known. Call it without gradients.
+    Times and lengths are on the CPU, as for a `VelocityField`. The derivative is a central difference, one-sided at the
+    ends of the interval, beyond which nothing is trained. `at_d` is average(x, t, d), if it is known. Call it without
+    gradients.
     """
     low, high = (d - DIFFERENCE).clamp(min=0), (d + DIFFERENCE).clamp(max=longest)
-    derivative = (average(x, t, high) - average(x, t, low)) / broadcast(high - low, x)
-    now = average(x, t, d) if at_d is None else at_d
-    arrived = x - broadcast(d, x) * now
-    return velocity(arrived, t - d) - broadcast(d, x) * derivative
+    span, length = (broadcast(upload(part, x.device), x) for part in (high - low, d))
+    derivative = (average(x, t, high) - average(x, t, low)) / span
+    arrived = x - length * (average(x, t, d) if at_d is None else at_d)
+    return velocity(arrived, t - d) - length * derivative

@@ -121,8 +121,8 @@ def commit(
     network = as_trained(spec, build(spec.network))
     known = network.state_dict()  # without non-persistent buffers, such as computed positions
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-    gathered[name] |= buffers
-    network.load_state_dict(gathered[name])
+    own = {**buffers, **gathered.pop(name)}
+    network.load_state_dict(own)
 
     # Its declaration, with calibration and validation
     compute = ComputeSpec(
@@ -138,16 +138,15 @@ def commit(
         made = spec.result.begin(kind, goal)
         if made is None:
             length = 1 / spec.few_steps if spec.few_steps else None
-            for ema, weights in gathered.items():
-                plain = plain_weights(weights, length)
-                if ema != name:
-                    spec.result.write_tensors(f"ema-{ema}.safetensors", plain)
-                    continue
+            result: Any = network
+            if isinstance(network, StudentNetwork):
+                plain, result = plain_weights(own, length), build(spec.network)
                 if CLUSTERS in plain:
                     spec.result.write_tensors(CLUSTERS_FILE, {CLUSTERS: plain.pop(CLUSTERS)})
-                result = build(spec.network)
                 result.load_state_dict(plain)
-                save_network(result, spec.result.folder)
+            save_network(result, spec.result.folder)
+            for other, weights in gathered.items():
+                spec.result.write_tensors(f"ema-{other}.safetensors", plain_weights(weights, length))
             density = task.shards.artifacts[0].path(DENSITY_FILE)
             if spec.kind in ("expert", "student") and len(spec.clusters) == 1 and density.is_file():
                 spec.result.write(DENSITY_FILE, density.read_bytes())
