@@ -205,9 +205,9 @@ def test_students_are_evaluated_with_a_routing_in_their_steps(distilled: Path) -
     assert [model.label for model in models] == [
         f"{model} {routing}" for model in ("students", "student") for routing in ("nearest:drawn", "oracle")
     ]
-    assert [model.steps for model in models] == [2] * 4
+    assert [model.steps() for model in models] == [2] * 4
     assert [len(model.parts()) for model in models] == [3, 3, 1, 1]
-    assert evaluated_models(distilled, ["experts"], ["top-1"])[0].steps is None
+    assert evaluated_models(distilled, ["experts"], ["top-1"])[0].steps() is None
     # Two evaluations of one network, and no guidance.
     cost = models[0].sampling(SampleSettings(routing="nearest:drawn").for_steps(2), 1.0)
     assert cost.network_evaluations == 2

@@ -118,7 +118,7 @@ class Evaluation:
     def settings(self, model: EvaluatedModel) -> SampleSettings:
         """Return the sampling settings of a model."""
         chosen = SampleSettings(**{**asdict(self.options.settings), "routing": model.routing or "top-1"})
-        return chosen.for_steps(model.steps)
+        return chosen.for_steps(model.steps())
 
     def generate(self, model: EvaluatedModel) -> dict[str, GeneratedSet]:
         """Generate all sets of images of a model, or open those that exist."""
@@ -246,7 +246,7 @@ class Evaluation:
         # Single experts are columns of the matrix of the experts; here are the models of one network for all clusters.
         # Few-step students have no velocity at the other times.
         dense_models = [model for model in models if model.routing is None and not model.model.startswith("expert:")]
-        dense_models = [model for model in dense_models if model.steps is None]
+        dense_models = [model for model in dense_models if model.steps() is None]
         return Diagnostics(
             num_images=ValidationSet(shards, seed, limit).images,
             seed=seed,

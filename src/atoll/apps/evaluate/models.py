@@ -73,7 +73,6 @@ class EvaluatedModel:
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
 
-    @property
     def steps(self) -> int | None:
         """The number of sampling steps of few-step students; None for other models."""
         return self.parts()[0].read(EXPERT).steps
