@@ -74,7 +74,7 @@ class EvaluatedModel:
         return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
 
     def steps(self) -> int | None:
-        """The number of sampling steps of few-step students; None for other models."""
+        """Return the number of sampling steps of few-step students; None for other models."""
         return self.parts()[0].read(EXPERT).steps
 
     def training(self, config: Config) -> TrainingCost:
