@@ -34,7 +34,7 @@ def read_models(root: Path, recipe: str, arm: str) -> dict[str, list[Model]]:
         diagnostics = evaluation.get("diagnostics", {})
         errors = {**diagnostics.get("dense", {}), **diagnostics.get("experts", {}).get("velocity_error", {})}
         for model in evaluation["models"]:
-            error = errors.get(model["routing"] or model["model"])
+            error = errors.get(model["routing"] if model["model"] == "experts" else model["model"])
             models.setdefault(model["label"], []).append({**model, "validation_error": error and error["mean"]})
     return models
 

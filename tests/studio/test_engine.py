@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import atoll
+from atoll import flow
 from atoll.apps.studio.engine import (
     CANCELLED,
     DONE,
@@ -24,12 +25,13 @@ from atoll.apps.studio.engine import (
     StepDone,
 )
 from atoll.apps.studio.registry import LoadedModel, ModelRegistry
-from atoll.apps.studio.schemas import ApiError
+from atoll.apps.studio.requests import check_request
+from atoll.apps.studio.schemas import ApiError, ImagesRequest
 from atoll.core.errors import AtollError
 from atoll.core.options import QuantizedLoadOptions
 from atoll.ensemble import SampleSettings
 from atoll.nets import DiT
-from ensemble.runs import write_run
+from ensemble.runs import SMALL, SPACE, declared_by, fitted, write_network, write_run
 from waiting import HOUR
 
 ROUTINGS = (
@@ -336,3 +338,23 @@ def test_loading_a_model_is_tried_again_after_an_error(
     models.scan()
     assert models.get("monolith").name == "monolith"
     assert not models.load_errors
+
+
+def test_few_step_students_are_served_in_their_own_steps(served_run: Path, tmp_path: Path) -> None:
+    """Whatever the request asks for, the images are those of `generate`, of one student in its two steps."""
+    run = tmp_path / "run"
+    shutil.copytree(served_run, run, ignore=shutil.ignore_patterns("data", "student", "monolith"))
+    for number in range(3):
+        job = f"students/{number:03d}"
+        declared = declared_by(job, [number], fitted(SMALL, ["text"]), ["text"], SPACE)
+        declared |= {"objective": flow.Objective().spec, "bridge": {}, "steps": 2}
+        write_network(run, job, declared, seed=40 + number)
+    engine = ManualEngine(run)
+    assert list(engine.models.loaded()) == ["experts", "students"]
+    asked = ImagesRequest(prompt="a circle", model="students", steps=30, guidance_scale=5.0, routing="nearest", seed=1)
+    generation, _ = check_request(asked, engine.models)
+    assert (generation.settings.steps, generation.settings.guidance_scale) == (2, 1.0)
+    chosen = {key: getattr(generation.settings, key) for key in ("steps", "guidance_scale", "routing", "seed")}
+    request = engine.submit("students", prompt="a circle", num_images=2, **chosen)
+    engine.finish()
+    assert_equals_generate(engine, request, "students")

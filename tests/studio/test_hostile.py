@@ -44,7 +44,7 @@ INVALID: list[tuple[dict[str, Any], str | None, str]] = [
     ({"routing": "../../etc/passwd"}, "routing", "unknown rule"),
     ({"expert": 17}, "expert", "available experts: 0, 1, 2"),
     ({"expert": 1, "model": "monolith"}, "expert", "none in the monolith"),
-    ({"model": "../experts"}, "model", "'experts', 'monolith', 'student' or 'merged'"),
+    ({"model": "../experts"}, "model", "'experts', 'students', 'monolith', 'student' or 'merged'"),
     ({"preview_every": 0}, "preview_every", "greater than or equal to 1"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"prompts": "a"}, "prompts", "not permitted"),

@@ -449,7 +449,7 @@ def test_each_process_computes_the_targets_of_its_images(
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
         part = task._compute_block(48).by_size[0]
-        mine = torch.arange(48, 48 + task.spec.teacher_block) % 8 // 4 == rank  # batches of 8, four images for each
+        mine = torch.arange(48, 48 + task.spec.student.block) % 8 // 4 == rank  # batches of 8, four images for each
         # A teacher's batch is smaller here, and kernels sum batches of other sizes in other orders.
         torch.testing.assert_close(part[mine], whole[mine], rtol=1e-5, atol=1e-5)
         assert part[~mine].isnan().all()

@@ -22,8 +22,9 @@ from train.workers import (
 )
 from waiting import HOUR
 
-JOBS = {"expert": ("--expert", "1"), "router": ("--router",), "student": ("--student",)}
-FOLDERS = {"expert": "experts/001", "router": "router", "student": "student"}
+TOLD = ("--student", "--student.steps", "2", "--student.cluster", "true")
+JOBS = {"expert": ("--expert", "1"), "router": ("--router",), "student": ("--student",), "few steps": TOLD}
+FOLDERS = {"expert": "experts/001", "router": "router", "student": "student", "few steps": "student"}
 
 
 def kill_until_done(run: Path, kills: int, arguments: tuple[str, ...], seconds: float, seed: int = 0) -> int:
@@ -50,7 +51,7 @@ def test_a_killed_job_resumes_to_the_same_weights(kind: str, new_run: Copy, trai
     """N + M images without interruption equal N, kill -9, M: weights, both EMAs and losses."""
     straight, broken = new_run("straight"), new_run("broken")
     for run in (straight, broken):
-        if kind == "student":
+        if FOLDERS[kind] == "student":
             copy_experts(run, trained_experts)
     assert finish(straight, *JOBS[kind]) == 0
     kill_at(broken, 32, *JOBS[kind])

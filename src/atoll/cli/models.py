@@ -97,7 +97,7 @@ class Export:
     destination: Annotated[Positional[Path], arg(metavar="DST")]
     """Folder to write."""
     model: str = "experts"
-    """Model to export: experts (with the router), expert:K, monolith, student or merged."""
+    """Model to export: experts or students (with the router), expert:K, monolith, student or merged."""
     merge: bool = False
     """On a base model: write one expert as a whole network, with its adapter in the weights of the base."""
     standalone: bool = False

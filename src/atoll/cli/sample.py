@@ -29,7 +29,7 @@ class Sample:
     size: Annotated[str | None, arg(metavar="WIDTHxHEIGHT", help_behavior_hint="(default: that of most images)")] = None
     """Size of the images in pixels, such as 96x64."""
     model: str = "experts"
-    """Model to sample from: experts, expert:K, monolith, student or merged."""
+    """Model to sample from: experts, students, expert:K, monolith, student or merged."""
     clusters: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: none)")] = ()
     """Cluster of each image, for --routing oracle."""
     settings: Annotated[SampleSettings, OmitArgPrefixes] = field(default_factory=SampleSettings)

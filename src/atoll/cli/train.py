@@ -21,7 +21,7 @@ class Train:
     folder: RunFolder
     """Folder of the run."""
     expert: Annotated[int | None, arg(metavar="K", help_behavior_hint="")] = None
-    """Train the expert of this cluster on the shards of this cluster."""
+    """Train the expert of this cluster on the shards of this cluster; with --student, its few-step student."""
     router: bool = False
     """Train the router on the data of all clusters."""
     start: bool = False
@@ -29,7 +29,7 @@ class Train:
     monolith: bool = False
     """Train the monolith: one dense model on the data of all clusters, as a baseline."""
     student: bool = False
-    """Train the student: one dense model distilled from the trained experts."""
+    """Train the student: one dense model distilled from the trained experts (student.steps: in few steps)."""
     match_flops: Annotated[Path | None, arg(metavar="RUN", help_behavior_hint="")] = None
     """Train for as many FLOPs as all experts of this run and their shared start, instead of train.total_images."""
     dry_run: bool = False
@@ -43,7 +43,7 @@ class Train:
     def run(self) -> None:
         """Train, or print the estimate."""
         jobs = [name for name in ("router", "start", "monolith", "student") if getattr(self, name)]
-        jobs += ["expert"] if self.expert is not None else []
+        jobs += ["expert"] if self.expert is not None and jobs != ["student"] else []
         if len(jobs) > 1 or not (jobs or self.dry_run):
             raise AtollError("choose what to train: one of --expert K, --router, --start, --monolith, --student")
         config = configuration.load(self.folder, self.overrides)

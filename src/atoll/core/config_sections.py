@@ -326,6 +326,18 @@ class StudentSection(Section):
     total_images: int | None = Field(None, ge=1, description="images seen in training")
     batch_size: int | None = Field(None, ge=1, description="images per optimizer step")
     lr: float | None = Field(None, gt=0, description="learning rate")
+    init_from: str | None = Field(
+        None,
+        description="initial weights: start (the shared start), expert:K, or a folder; null is train.init_from, and "
+        "its expert for a few-step student of one expert",
+    )
+    cluster: bool = Field(False, description="tell the student the cluster; in sampling, the routing chooses it")
+    steps: int = Field(
+        0, ge=0, description="sampling steps of a few-step student, such as 1, 2 or 4; 0 samples as its experts"
+    )
+    guidance_scale: float = Field(
+        1.0, ge=0, description="guidance scale that a few-step student learns; it then samples without guidance"
+    )
     block: int = Field(8192, ge=1, description="images whose targets are computed at once, one expert after the other")
 
 

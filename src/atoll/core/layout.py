@@ -6,6 +6,7 @@
     RUN/data/{ingest,features,clusters,latents,text,patches}
     RUN/data/shards/cluster_003
     RUN/{experts/003,router,start,monolith,student,merged}    one folder for each job
+    RUN/students/003                                few-step students of single experts
         metrics.jsonl, progress.json, grids/        training metrics, their current state, and preview images
         checkpoints/000000012800                    state to resume from, after 12,800 images
         final                                       the trained network
@@ -50,9 +51,11 @@ DENSE = (MONOLITH, STUDENT, MERGED)
 """Jobs whose result is a model of one network for all clusters. The shared start only serves the experts."""
 OTHERS = (ROUTER, START, *DENSE)
 """Jobs that are not experts."""
+STUDENTS = "students"
+"""The model of all few-step students of single experts, and the folder of their jobs."""
 JobKind = Literal["expert", "router", "start", "monolith", "student", "merged"]
-MODELS = ("experts", *DENSE, "expert:K")
-"""Model ids: the whole ensemble, one of the dense networks, or one expert (`expert:3`)."""
+MODELS = ("experts", STUDENTS, *DENSE, "expert:K")
+"""Model ids: the ensemble of experts or of their few-step students, a dense network, or one expert (`expert:3`)."""
 
 _EXPERT = re.compile(r"experts/(\d{3,})")
 JOB_PATTERN = rf"^(experts/[0-9]{{3,5}}|{'|'.join(OTHERS)})$"
@@ -79,6 +82,11 @@ def shards(cluster: int) -> str:
 def expert_job(number: int) -> str:
     """Return the name of an expert's job."""
     return f"experts/{number:03d}"
+
+
+def student_job(number: int) -> str:
+    """Return the name of the job of an expert's few-step student."""
+    return f"{STUDENTS}/{number:03d}"
 
 
 def expert_number(name: str) -> int | None:
@@ -148,6 +156,11 @@ def jobs(run: Path) -> list[str]:
     experts = sorted(path.name for path in (run / "experts").glob("[0-9]*") if path.is_dir())
     others = (job for job in sorted(OTHERS) if (run / job).is_dir())
     return [*(f"experts/{name}" for name in experts), *others]
+
+
+def student_jobs(run: Path) -> list[str]:
+    """Return the jobs of single experts' few-step students that have a folder in a run, by number."""
+    return sorted(f"{STUDENTS}/{path.name}" for path in (run / STUDENTS).glob("[0-9]*") if path.is_dir())
 
 
 def shard_folders(run: Path) -> list[str]:

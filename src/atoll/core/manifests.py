@@ -300,7 +300,9 @@ class ExpertContent(NetworkContent):
     teacher_dtype: str | None = None
     """Of a student: the precision in which the teachers computed its targets."""
     start: StartSpec | None = None
-    """Of an expert: the shared start whose weights it began with."""
+    """The shared start whose weights an expert or a student began with."""
+    steps: Positive | None = None
+    """Of a few-step student: the number of its sampling steps, at equidistant times."""
     sources: tuple[str, ...] | None = None
     """Of a merged network: the digests of the experts whose weights it averages."""
 

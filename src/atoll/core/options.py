@@ -65,6 +65,12 @@ class SampleSettings(SamplingOptions):
                 "no diffusers scheduler"
             )
 
+    def for_steps(self, steps: int | None) -> Self:
+        """Return the settings of few-step students, who learned their steps and guidance; None changes nothing."""
+        if steps is None:
+            return self
+        return replace(self, steps=steps, solver="euler", shift=1.0, scheduler_times=False, guidance_scale=1.0)
+
     def guidance_at(self, t: float) -> float:
         """Return the guidance scale at a time: 1 outside the guidance interval."""
         low, high = self.guidance_interval

@@ -87,6 +87,10 @@ class Ensemble:
                     raise AtollError(
                         f"{first.name} and {other.name} differ in {what}: {ours} and {theirs}; they cannot be mixed"
                     )
+        self.steps = first.steps
+        """Number of sampling steps of few-step students; None for velocities at any time."""
+        if any(other.steps != first.steps for other in self.declarations):
+            raise AtollError("these experts sample in different numbers of steps; they cannot be mixed")
         self.shape, self.sizes = first.shape, first.sizes
         """Channels, height and width of a latent of the default size; all sizes of latents, the default first."""
         self.patch = math.lcm(*(declaration.network.patch for declaration in declared))

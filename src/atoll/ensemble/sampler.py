@@ -223,6 +223,9 @@ class Sampler:
         chosen = settings or SampleSettings(routing=self.ensemble.routing.text)
         chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
         parse(chosen.routing)  # raises an error for an unknown rule
+        if (fixed := chosen.for_steps(self.ensemble.steps)) != chosen:
+            print(f"note: few-step students sample in {fixed.steps} Euler steps without guidance", file=sys.stderr)
+            chosen = fixed
         embeds = None
         if prompt_embeds is not None:
             if prompt is not None or "arguments" in self.ensemble.conditioning:
@@ -471,8 +474,9 @@ class Sampler:
                 on_velocity(x, now, v)
             return v
 
+        settings = settings.for_steps(self.ensemble.steps)
         steps, own = settings.steps, settings.scheduler_times
-        if self.scheduler is not None:
+        if self.ensemble.steps is None and self.scheduler is not None:
             return flow.run_scheduler(
                 self.scheduler, velocity, state.x, steps=steps, scheduler_times=own, on_step=on_step
             )

@@ -58,14 +58,16 @@ class Declaration:
     text: TextSpec | None
     labels: tuple[str, ...]
     bridge: flow.Bridge
+    steps: int | None = None
+    """Of a few-step student: the number of its sampling steps."""
 
     @classmethod
     def of(cls, content: NetworkContent) -> "Declaration":
         """Build the declaration of a manifest. A router has no objective: it classifies states of the linear path."""
         statistics = Statistics.of(content.statistics)
-        objective, options = flow.Objective(), BridgeSpec()
+        objective, options, steps = flow.Objective(), BridgeSpec(), None
         if isinstance(content, ExpertContent):
-            objective, options = flow.Objective.of(content.objective), content.bridge
+            objective, options, steps = flow.Objective.of(content.objective), content.bridge, content.steps
         return cls(
             name=content.job,
             clusters=content.clusters,
@@ -76,6 +78,7 @@ class Declaration:
             text=content.text,
             labels=content.labels,
             bridge=objective.bridge(**options.model_dump(), **statistics.bridge_options),
+            steps=steps,
         )
 
     @property

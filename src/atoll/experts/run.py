@@ -1,7 +1,8 @@
 """The experts and the router of a run."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,47 @@ from atoll.encoders.hub import public_name
 from atoll.experts.expert import Declaration, ModelReference, NetworkReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE, tensors_of
+from atoll.nets.student import CLUSTERS, for_cluster
 from atoll.verify.local_trust import open_network
 from atoll.verify.verified_files import VerifiedFiles
+
+CLUSTERS_FILE = "told-clusters.safetensors"
+"""The vectors of the clusters of a student that is told its cluster (`nets/student.py`)."""
 
 
 def open_run(
     run: Path, model: str, *, verify: bool = False, strict: bool = False, find_base: bool = True
 ) -> ModelReference:
-    """Find the networks of a model: `experts` with the router, `expert:3`, or a dense network by its name.
+    """Find the networks of a model: `experts` or `students` with the router, `expert:3`, or a dense network.
+
+    A student that is told its cluster is opened as one expert for each cluster, which share their weights.
 
     `verify` checks the hash of every file; a copy of a shared run is always checked against its snapshot. Experts that
     are not finished are listed in `.missing`; with `strict` they are an error. Without `find_base`, the base network
     of the experts need not be on this machine.
     """
-    if model != "experts":
+    if model not in ("experts", layout.STUDENTS):
         jobs, missing = [layout.model_job(model)], []
         number, count = layout.expert_number(jobs[0]), configuration.load(run).clusters.count
         if number is not None and number >= count and not (run / jobs[0]).is_dir():
             raise AtollError(f"there is no {model} in {run}; it has {count} experts, expert:0 to expert:{count - 1}")
     else:
         # Experts of the configuration, and those that were added to the run beyond it.
-        expected = {layout.expert_job(number) for number in range(configuration.load(run).clusters.count)}
-        folders = {job for job in layout.jobs(run) if layout.is_expert(job)}
+        name = layout.student_job if model == layout.STUDENTS else layout.expert_job
+        expected = {name(number) for number in range(configuration.load(run).clusters.count)}
+        folders = {job for job in layout.jobs(run) if layout.is_expert(job) and model == "experts"}
         jobs = sorted(job for job in expected | folders if Artifact(run, layout.final(job)).manifest() is not None)
         missing = sorted(expected - set(jobs))
         if not jobs or (missing and strict):
-            raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} --expert K")
+            options = "--student --expert K" if model == layout.STUDENTS else "--expert K"
+            raise AtollError(f"{run} has no finished {', '.join(missing)}; train with: atoll train {run} {options}")
     if find_base and (encoder := configuration.load(run).text.encoder).startswith(BASE):
         register_base(encoder)
-    experts = [expert_of_run(run, job, verify=verify) for job in jobs]
+    experts = [part for job in jobs for part in _by_cluster(run, expert_of_run(run, job, verify=verify), verify)]
     declared = experts[0].declaration
     encoders = Encoders.of(declared.latents, declared.text, run=run)
     router, artifact = None, Artifact(run, layout.final(layout.ROUTER))
-    if model == "experts" and artifact.manifest() is not None:
+    if (model in ("experts", layout.STUDENTS) or len(experts) > 1) and artifact.manifest() is not None:
         router = reference_of_artifact(artifact, ROUTER, *open_network(artifact, ROUTER, verify=verify))
     return ModelReference(experts, router, encoders, tuple(missing))
 
@@ -63,6 +72,29 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> NetworkRefere
     if artifact.manifest() is None:
         raise AtollError(missing_network(run, job))
     return reference_of_artifact(artifact, EXPERT, *open_network(artifact, EXPERT, verify=verify))
+
+
+def _by_cluster(run: Path, reference: NetworkReference, verify: bool) -> list[NetworkReference]:
+    """Return a network as an expert for each cluster, if it is told the cluster."""
+    declared = reference.declaration
+    artifact = Artifact(run, layout.final(declared.name))
+    if CLUSTERS_FILE not in artifact.open(EXPERT).files:
+        return [reference]
+    manifest, files = open_network(artifact, EXPERT, verify=True)
+    vectors = tensors_of((files or VerifiedFiles(artifact, manifest)).read(CLUSTERS_FILE))[CLUSTERS]
+    network, densities = cache(reference.open), {}
+    for job in map(layout.expert_job, declared.clusters):  # its teachers, which have the densities of the clusters
+        found = Artifact(run, layout.final(job)).manifest() is not None
+        densities[job] = expert_of_run(run, job, verify=verify).density if found else None
+    return [
+        replace(
+            reference,
+            density=densities[layout.expert_job(cluster)],
+            declaration=replace(declared, clusters=(cluster,)),
+            open=lambda vector=vector: for_cluster(network(), vector),  # type: ignore[misc]
+        )
+        for cluster, vector in zip(declared.clusters, vectors, strict=True)
+    ]
 
 
 def missing_network(run: Path, job: str) -> str:

@@ -166,11 +166,12 @@ def validate(
     limit: int = IMAGES,
     device: torch.device | None = None,
     processes: DistContext = ALONE,
+    told: bool = False,
 ) -> Summary:
     """Return the error of a velocity field against eps - x0 on validation images (see above), overall and by time.
 
     `velocity(x, t, condition=...)` is evaluated on `device`; `conditioning` is any of text, pooled, label and
-    arguments.
+    arguments. With `told`, it also gets `cluster=...`, the cluster of each image.
     """
     validation = ValidationSet(shards, seed, limit)
     if not len(validation):
@@ -178,7 +179,8 @@ def validate(
     errors, times = [], []
     for part in validation.batches(device or torch.device("cpu"), processes):
         x, t = part.noised.input, part.noised.t
-        output = velocity(x, t, condition=condition_of(part.batch, conditioning))
+        cluster = {"cluster": part.batch.cluster} if told else {}
+        output = velocity(x, t, condition=condition_of(part.batch, conditioning), **cluster)
         errors.append((part, velocity_errors(output, part.noised.target, t)))
         times.append((part, t))
     error, t = validation.gather(errors, processes), validation.gather(times, processes)

@@ -106,13 +106,15 @@ class DiT(nn.Module):
         condition: Condition | PreparedCondition | None = None,
         *,
         tap: int | None = None,
+        added: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the prediction for noisy images x (batch, channels, height, width).
 
         `timestep` is from 0 to 1000: (batch,), or one value for the whole batch (shape () or (1,)), which is cheaper.
-        With `tap`, return also the tokens (batch, tokens, width) after that number of blocks.
+        With `tap`, return also the tokens (batch, tokens, width) after that number of blocks. `added` (batch or 1,
+        width) is added to the embedding of the timestep.
         """
-        tokens, embedding, tapped = self._trunk(x, timestep, condition, tap=tap)
+        tokens, embedding, tapped = self._trunk(x, timestep, condition, tap=tap, added=added)
         rows, columns = (side // self.config.patch for side in x.shape[2:])
         output = unpatchify(self.final(tokens, embedding), self.config.patch, rows, columns=columns)
         return output if tapped is None else (output, tapped)
@@ -129,7 +131,13 @@ class DiT(nn.Module):
         return PreparedCondition(self._condition_embeddings(condition), pairs, mask)
 
     def _trunk(
-        self, x: Tensor, timestep: Tensor, condition: Condition | PreparedCondition | None, *, tap: int | None = None
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        condition: Condition | PreparedCondition | None,
+        *,
+        tap: int | None = None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the input tokens of the final layer, the embedding that modulates it, and the tokens at the tap."""
         # The image: tokens with their positions.
@@ -146,13 +154,13 @@ class DiT(nn.Module):
         # The condition: a vector for each embedder, the text for all blocks (one entry) or each block, and its mask.
         texts: Sequence[TextInput]
         if isinstance(condition, PreparedCondition):
-            added, texts, mask = condition.embeddings, condition.keys_values or (None,), condition.mask
+            described, texts, mask = condition.embeddings, condition.keys_values or (None,), condition.mask
         else:
             condition = condition or Condition()
             check_rows(condition, len(x))
             condition = condition.marked() if self.training else condition
             text, mask = self._text_tokens(condition)
-            added, texts = self._condition_embeddings(condition), (text,)
+            described, texts = self._condition_embeddings(condition), (text,)
             if text is not None and len(text) == 1:
                 texts = (text.expand(len(x), -1, -1),)
         # The time, or its interpolated value in the time table. The table serves converted networks whose embedding
@@ -162,7 +170,9 @@ class DiT(nn.Module):
             below = embedded.floor().clamp(0, TIME_KNOTS - 2)
             start, table = below.long(), self.time_table.float()
             embedded = torch.lerp(table[start], table[start + 1], embedded - below)
-        embeddings = [embedder(embedded, extra) for embedder, extra in zip(self.embedders, added, strict=True)]
+        embeddings = [embedder(embedded, extra) for embedder, extra in zip(self.embedders, described, strict=True)]
+        if added is not None:
+            embeddings = [embedding + added for embedding in embeddings]
         conditioning = [functional.silu(embedding) for embedding in embeddings]
         if self.shared_modulation is not None:
             conditioning = [self.shared_modulation(conditioning[0]).unflatten(-1, (6, -1))]

@@ -15,7 +15,7 @@ time of an image are functions of (seed, position), so a job that resumes inside
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atoll import flow
 from atoll.core import layout
 from atoll.core.device import ASYNCHRONOUS, compute_dtype, dtype_name, upload
 from atoll.core.distributed import ALONE, DistContext
@@ -30,7 +31,8 @@ from atoll.core.manifests import ComputeSpec, ExpertContent
 from atoll.experts.expert import DeviceOptions, OpenExpert, condition_of
 from atoll.experts.expert_cache import ExpertCache
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import time_weight
+from atoll.experts.validation import Summary, time_weight, validate
+from atoll.nets import Condition
 from atoll.train.spec import teachers
 from atoll.train.tasks import ExpertTask, Forward, Losses, TrainingInputs
 
@@ -65,19 +67,45 @@ class StudentTask(ExpertTask):
         The velocity of an x0 teacher is its x0 error divided by t, so without the weight the smallest times, where
         targets are noise, would make up the loss. At the first position of a block it waits for the block's targets.
         """
-        noised = inputs.noised
-        target = upload(self._targets(inputs.position, len(inputs.index)), noised.input.device)
-        output = forward(noised.input, noised.timestep, inputs.condition)[:, : target.shape[1]]
-        error = (output.float() - target).square().flatten(1).mean(1)
-        return Losses(time_weight(noised.t) * error, noised.t, {})
+        x, t = inputs.noised.input, inputs.noised.t
+        target = upload(self._targets(inputs.position, len(inputs.index)), x.device)
+        velocity = self.velocity(forward, x, t, condition=inputs.condition, cluster=inputs.cluster)
+        return Losses(time_weight(t) * (velocity - target).square().flatten(1).mean(1), t, {})
+
+    def velocity(
+        self, network: Forward, x: Tensor, t: Tensor, *, condition: Condition, cluster: Tensor, **told: Tensor
+    ) -> Tensor:
+        """Return the student's velocity (batch, C, H, W), in float32."""
+        query, told = self.bridge.query(x, t), told | ({"cluster": cluster} if self.spec.told_clusters else {})
+        output = network(query.state, query.timestep, condition, **told)[:, : x.shape[1]]
+        return self.bridge.velocity(output.float(), x, t)
+
+    def expert(self) -> OpenExpert | None:  # type: ignore[override]
+        """Return the network as an expert, for previews; None if it is told the cluster, which previews do not know."""
+        return None if self.spec.told_clusters else super().expert()
+
+    def validated(self, bridge: flow.Bridge, processes: DistContext) -> Summary:
+        """Return the validation error of the velocity; a student that is told the cluster is told that of the image."""
+        if not self.spec.told_clusters:
+            return super().validated(bridge, processes)
+        return validate(
+            partial(self.velocity, self.network),
+            self.validation,
+            seed=self.seed,
+            conditioning=self.spec.conditioning,
+            device=self.device,
+            processes=processes,
+            told=True,
+        )
 
     def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> ExpertContent:
         """Measure the validation error against eps - x0 of the data, as for any expert; name the teachers."""
-        made_by = {
-            "teachers": tuple(teachers(self.spec.run, self.spec.clusters)),
-            "teacher_dtype": dtype_name(compute_dtype(self.device)),
-        }
-        return super().finish(compute, processes).model_copy(update=made_by)
+        return super().finish(compute, processes).model_copy(update=self.made_by())
+
+    def made_by(self) -> dict[str, Any]:
+        """Return the fields that the manifests of all students have."""
+        precision = dtype_name(compute_dtype(self.device))
+        return {"teachers": tuple(teachers(self.spec.run, self.spec.clusters)), "teacher_dtype": precision}
 
     @cached_property
     def _teachers(self) -> ExpertCache:
@@ -87,9 +115,24 @@ class StudentTask(ExpertTask):
         options = DeviceOptions(self.device, compute_dtype(self.device))
         return ExpertCache(references, self.shards.statistics, options, TEACHERS)
 
+    @property
+    def noising(self) -> flow.Objective:
+        """The linear path."""
+        return flow.Objective()
+
+    @cached_property
+    def bridge(self) -> flow.Bridge:
+        """The conversion of what the student predicts to a velocity."""
+        return self.objective.bridge(**self.shards.statistics.bridge_options)
+
+    @property
+    def _block(self) -> int:
+        assert self.spec.student is not None
+        return self.spec.student.block
+
     def _targets(self, position: int, count: int) -> Tensor:
         """Return the targets (count, C, H, W) of the positions from `position` on, from one block or several."""
-        parts, block = [], self.spec.teacher_block
+        parts, block = [], self._block
         while count:
             start = position % block
             if position - start not in self._blocks:
@@ -107,7 +150,7 @@ class StudentTask(ExpertTask):
         """Compute the targets of a block for this process; the rows of other processes are NaN."""
         shards, settings, device = self.shards, self.spec.settings, self.device
         queued = device.type in ASYNCHRONOUS
-        positions = np.arange(first, first + self.spec.teacher_block, dtype=np.uint64)
+        positions = np.arange(first, first + self._block, dtype=np.uint64)
         numbers = shards.order(positions, self.seed, settings.batch_size)
 
         # Targets of NaN
@@ -146,7 +189,7 @@ class StudentTask(ExpertTask):
         """Return a teacher's velocities (batch, C, H, W) for images at some positions, noised as for the student."""
         device, batch = self.device, self.shards.draw(positions, self.seed, batch_size=self.spec.settings.batch_size)
         x0 = self.shards.latents(batch, seed=self.seed, position=positions)
-        noised = self.objective.corrupt(x0, seed=self.seed, position=positions)
+        noised = self.noising.corrupt(x0, seed=self.seed, position=positions)
         condition = condition_of(batch, teacher.conditioning).map(
             lambda part: upload(part.to(teacher.dtype) if part.is_floating_point() else part, device)
         )

@@ -251,11 +251,13 @@ class JobCosts:
             align=spec.align,
         )
         if spec.kind == "student":
-            # One teacher at a time. Before the experts are trained, the student's own network is the best guess.
+            # One teacher at a time, or all of them for a few-step student. Before the experts are trained, the
+            # student's own network is the best guess.
             results = [Artifact(spec.run, layout.final(layout.expert_job(number))) for number in spec.clusters]
             found = [result.read(EXPERT).network for result in results if result.manifest() is not None]
             dtype = torch.bfloat16 if gpus else compute_dtype(place)
-            memory += dtype.itemsize * max(parameter_count(network) for network in found or [spec.network])
+            sizes = [parameter_count(network) for network in found or [spec.network] * len(spec.clusters)]
+            memory += dtype.itemsize * (sum(sizes) if spec.few_steps else max(sizes))
         return cls(
             job=spec.job,
             parameters=cost.parameters,

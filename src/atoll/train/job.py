@@ -1,6 +1,6 @@
 """Train a resolved job and commit its result.
 
-    RUN/experts/003/            (also RUN/router, RUN/start, RUN/monolith, RUN/student)
+    RUN/experts/003/            (also RUN/router, RUN/start, RUN/monolith, RUN/student, RUN/students/003)
         metrics.jsonl, grids/   metrics and previews
         checkpoints/            for resuming; removed after the result was committed
         final/                  the result: config.json, weights, manifest.json with its declaration
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Inputs, Manifest
@@ -27,13 +27,16 @@ from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
 from atoll.experts.cost import image_cost
-from atoll.nets import build, save_network
+from atoll.experts.run import CLUSTERS_FILE
+from atoll.nets import DiT, build, save_network
 from atoll.nets.blocks import set_checkpointing
 from atoll.nets.io import load_initial
+from atoll.nets.student import CLUSTERS, StudentNetwork, plain_weights
 from atoll.train.align import Projector
 from atoll.train.checkpoints import Checkpoints
 from atoll.train.distill import StudentTask
 from atoll.train.ema import EMA
+from atoll.train.few_steps import FewStepTask
 from atoll.train.loop import TrainCallback, train
 from atoll.train.spec import TrainSpec, made_from
 from atoll.train.tasks import ExpertTask, RouterTask, Task
@@ -42,19 +45,30 @@ from atoll.train.tasks import ExpertTask, RouterTask, Task
 def build_task(spec: TrainSpec) -> Task:
     """Open the data and build the network, initialized at random, from `init_from` or from the shared start."""
     torch.manual_seed(spec.settings.seed)
-    network, initial = build(spec.network), spec.init_from
-    if spec.from_start:
-        start = Artifact(spec.run, layout.final(layout.START))
-        start.open(EXPERT, verify=True)
-        initial = str(start.folder)
+    plain, initial = build(spec.network), spec.init_from
+    if spec.from_start or spec.from_expert is not None:
+        job = layout.START if spec.from_expert is None else layout.expert_job(spec.from_expert)
+        artifact = Artifact(spec.run, layout.final(job))
+        artifact.open(EXPERT, verify=True)
+        initial = str(artifact.folder)
     if initial is not None:
-        network.load_state_dict(load_initial(initial).state_dict())
-    set_checkpointing(network, spec.settings.activation_checkpointing)
+        plain.load_state_dict(load_initial(initial).state_dict())
+    set_checkpointing(plain, spec.settings.activation_checkpointing)
+    network = as_trained(spec, plain)
     shards, validation = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "validation"))
     # Built after the network, whose random weights it must not change.
     projector = None if spec.align is None else Projector(spec.align)
-    kinds: dict[str, type[Task]] = {"router": RouterTask, "student": StudentTask}
+    student = FewStepTask if spec.few_steps else StudentTask
+    kinds: dict[str, type[Task]] = {"router": RouterTask, "student": student}
     return kinds.get(spec.kind, ExpertTask)(spec, network, shards, validation, projector)
+
+
+def as_trained(spec: TrainSpec, network: nn.Module) -> nn.Module:
+    """Return the network as it is trained: that of a student may have parts that its result does not have."""
+    if not (spec.few_steps or spec.told_clusters):
+        return network
+    assert isinstance(network, DiT)
+    return StudentNetwork(network, length=spec.few_steps > 0, clusters=spec.told_clusters)
 
 
 def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifest:
@@ -104,10 +118,11 @@ def commit(
     for other, weights in ema.weights.items():
         full = ((key, full_tensor(weight)) for key, weight in weights.items())
         gathered[other] = {key: weight.cpu() for key, weight in full if other == name or processes.is_main}
-    network = build(spec.network)
+    network = as_trained(spec, build(spec.network))
     known = network.state_dict()  # without non-persistent buffers, such as computed positions
     buffers = {key: value for key, value in task.network.named_buffers() if key in known}
-    network.load_state_dict({**buffers, **gathered.pop(name)})
+    own = {**buffers, **gathered.pop(name)}
+    network.load_state_dict(own)
 
     # Its declaration, with calibration and validation
     compute = ComputeSpec(
@@ -122,10 +137,18 @@ def commit(
     def write() -> str:
         made = spec.result.begin(kind, goal)
         if made is None:
-            save_network(network, spec.result.folder)
+            length = 1 / spec.few_steps if spec.few_steps else None
+            result: Any = network
+            if isinstance(network, StudentNetwork):
+                plain, result = plain_weights(own, length), build(spec.network)
+                if CLUSTERS in plain:
+                    spec.result.write_tensors(CLUSTERS_FILE, {CLUSTERS: plain.pop(CLUSTERS)})
+                result.load_state_dict(plain)
+            save_network(result, spec.result.folder)
             for other, weights in gathered.items():
-                spec.result.write_tensors(f"ema-{other}.safetensors", weights)
-            if spec.kind == "expert" and (density := task.shards.artifacts[0].path(DENSITY_FILE)).is_file():
+                spec.result.write_tensors(f"ema-{other}.safetensors", plain_weights(weights, length))
+            density = task.shards.artifacts[0].path(DENSITY_FILE)
+            if spec.kind in ("expert", "student") and len(spec.clusters) == 1 and density.is_file():
                 spec.result.write(DENSITY_FILE, density.read_bytes())
             made = spec.result.commit(content)
         else:
@@ -155,12 +178,17 @@ def training_flops(task: Task) -> int:
             assert patches is not None
             stored = patches.shape[1], patches.shape[2]
             flops += count * spec.align.flops_of(spec.align.token_grid(size.height, size.width), stored)
-    if spec.kind == "student":
-        # Forward passes of the teachers, averaged over the images of all clusters.
+    if spec.student is not None:
+        # Forward passes of the teachers, averaged over the images of all clusters. Guidance needs two of them.
+        guided = spec.few_steps and spec.student.guidance_scale != 1 and spec.conditioning
         teachers = 0
         for expert, numbers in shards.cluster_ranges().items():
             network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
             for size, own in shards.by_size(np.arange(numbers.start, numbers.stop)).items():
                 teachers += len(own) * image_cost(network, spec.shapes.of_size(size)).forward_flops
-        flops += images * (teachers // len(shards))
+        flops += images * (teachers // len(shards)) * (2 if guided else 1)
+    if spec.few_steps:
+        # Passes of the student without gradients: two for a derivative, and for an image of step i the i steps before.
+        passes = 2 * images + images * (spec.few_steps - 1) // 2
+        flops += passes * image_cost(spec.network, spec.shapes).forward_flops
     return flops

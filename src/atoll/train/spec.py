@@ -18,7 +18,7 @@ import torch
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, Inputs, differences
 from atoll.core.config import Config
-from atoll.core.config_sections import NetworkChoice, TrainSection
+from atoll.core.config_sections import NetworkChoice, StudentSection, TrainSection
 from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ObjectiveSpec, StartSpec, training_costs
@@ -73,15 +73,27 @@ class TrainSpec:
     """Folder of the network with the initial weights; None for random initialization."""
     from_start: bool
     """Whether the initial weights are those of the shared start."""
+    from_expert: int | None
+    """Number of the expert with the initial weights of a student."""
     objective: ObjectiveSpec | None
-    """None for a router and a student."""
+    """None for a router, and for a student that predicts velocities."""
     settings: TrainSection
     """The `train` section, overridden by the job's section: with total_images rounded up to full steps, and
     precision resolved, never auto."""
     align: AlignmentSpec | None
     """The alignment with patch features; None without, and for a router and a student."""
-    teacher_block: int
-    """Number of images for which a student computes the teachers' velocities at a time."""
+    student: StudentSection | None
+    """How a student is distilled; None for other jobs."""
+
+    @property
+    def few_steps(self) -> int:
+        """Number of steps of a few-step student; 0 for all other jobs."""
+        return self.student.steps if self.student else 0
+
+    @property
+    def told_clusters(self) -> int:
+        """Number of clusters that a student is told; 0 if it is told none."""
+        return len(self.clusters) if self.student and self.student.cluster and len(self.clusters) > 1 else 0
 
     @property
     def result(self) -> Artifact:
@@ -106,13 +118,19 @@ def resolve_job(
     # What the kind of job chooses
     job, clusters = kind if expert is None else layout.expert_job(expert), tuple(range(config.clusters.count))
     choice, origin = config.networks["default"], "networks.default"
-    objective_choice = None  # routers and students have none
+    objective_choice, student = None, config.student if kind == "student" else None  # routers and students have none
     if kind == "expert":
         assert expert is not None
         objective_choice, clusters = config.objective(expert), (expert,)  # raises an error for a missing expert
         choice, origin = config.network(expert), f"networks.{expert}" if expert in config.networks else origin
-    elif kind == "student" and config.student.network:
-        choice, origin = config.student.network, "student.network"
+    elif student is not None and expert is not None:
+        config.objective(expert)  # raises an error for a missing expert
+        job, clusters = layout.student_job(expert), (expert,)
+        choice, origin = config.network(expert), f"networks.{expert}" if expert in config.networks else origin
+        if not student.steps:
+            raise AtollError("a student of one expert has few steps; set student.steps, such as 4")
+    elif student is not None and student.network:
+        choice, origin = student.network, "student.network"
     elif kind == "router":
         choice, origin = config.router.network, "router.network"
     if kind in ("start", "monolith", "merged"):
@@ -120,6 +138,19 @@ def resolve_job(
     if kind == "start" and not config.shared_start.flops_share:
         raise AtollError("this run has no shared start; set shared_start.flops_share, such as 0.25")
     init_from = None if kind == "router" else config.init_from(expert)
+    from_start, from_expert = kind == "expert" and config.shared_start.flops_share > 0, None
+    if student is not None:
+        given = student.init_from or (None if expert is None else f"expert:{expert}")
+        from_start = given == layout.START
+        if given is not None and given.startswith("expert:"):
+            from_expert = layout.expert_number(layout.model_job(given))
+        if given is not None:
+            init_from = None if from_start or from_expert is not None else given
+        # A student predicts velocities, or what the network predicts whose weights it begins with. The noise that an
+        # epsilon or a score stands for says nothing about the velocity at t = 1, where a student's first step begins.
+        if from_start or from_expert is not None:
+            objective_choice = config.experts["default"] if from_expert is None else config.objective(from_expert)
+            objective_choice = None if objective_choice.prediction in ("epsilon", "score") else objective_choice
     origin = init_from or origin
 
     # Data and network
@@ -129,11 +160,18 @@ def resolve_job(
     network = _network(
         config, kind, choice, origin=origin, init_from=init_from, shapes=shapes, data=data, use=conditioning
     )
-    from_start = kind == "expert" and config.shared_start.flops_share > 0
-    start = Artifact(run, layout.final(layout.START))
-    if from_start and start.manifest() is not None and (found := start.read(EXPERT).network) != network:
-        changes = "; ".join(differences(found.to_dict(), network.to_dict()))
-        raise AtollError(f"{job} has another network than the shared start it begins with: {changes}")
+    if from_start or from_expert is not None:
+        name = layout.START if from_expert is None else layout.expert_job(from_expert)
+        initial = Artifact(run, layout.final(name))
+        if initial.manifest() is not None and (found := initial.read(EXPERT).network) != network:
+            changes = "; ".join(differences(found.to_dict(), network.to_dict()))
+            what = "the shared start" if from_expert is None else name
+            raise AtollError(f"{job} has another network than {what} it begins with: {changes}")
+    if student is not None and (student.steps or student.cluster) and not isinstance(network, DiTConfig):
+        raise AtollError(
+            f"a student that is told its step or its cluster is a DiT, and {origin} is a {network.class_name}; set "
+            "student.network"
+        )
 
     # Objective
     parts = objective_choice.model_dump() if objective_choice else {}
@@ -178,10 +216,11 @@ def resolve_job(
         network=network,
         init_from=None if from_start else init_from,
         from_start=from_start,
+        from_expert=from_expert,
         objective=objective(**parts).spec if parts else None,
         settings=TrainSection.model_validate({**settings.model_dump(), "total_images": steps * settings.batch_size}),
         align=align and replace(align, images=math.ceil(steps * until) * settings.batch_size),
-        teacher_block=config.student.block,
+        student=student,
     )
 
 
@@ -205,9 +244,16 @@ def made_from(spec: TrainSpec) -> Inputs:
         "objective": spec.kind if spec.objective is None else spec.objective.model_dump(),
         "train": {key: value for key, value in settings.items() if key not in _NO_EFFECT},
         "init_from": spec.init_from,
-        **({"teachers": teachers(spec.run, spec.clusters)} if spec.kind == "student" else {}),
+        **({"teachers": teachers(spec.run, spec.clusters), "student": _of_student(spec)} if spec.student else {}),
         **({"start": shared_start(spec.run).manifest} if spec.from_start else {}),
     }
+
+
+def _of_student(spec: TrainSpec) -> Inputs:
+    """Return how a student is distilled, as far as it changes the result."""
+    assert spec.student is not None
+    chosen = spec.student.model_dump(include={"cluster", "steps", "guidance_scale"})
+    return {**chosen, "from_expert": spec.from_expert}
 
 
 def shared_start(run: Path) -> StartSpec:

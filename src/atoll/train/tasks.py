@@ -105,8 +105,13 @@ class Task(ABC):
 
     @cached_property
     def objective(self) -> flow.Objective:
-        """How inputs are noised. Routers and students are trained on the linear path, whatever the experts do."""
+        """What the network predicts."""
         return flow.Objective() if self.spec.objective is None else flow.Objective.of(self.spec.objective)
+
+    @property
+    def noising(self) -> flow.Objective:
+        """How inputs are noised. Routers and students are trained on the linear path, whatever the experts do."""
+        return self.objective
 
     @abstractmethod
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
@@ -115,7 +120,7 @@ class Task(ABC):
     def inputs(self, batch: Batch, position: int) -> TrainingInputs:
         """Draw latents, noise, times and dropout of a batch on the CPU; its first image is at `position`."""
         x0 = self.shards.latents(batch, seed=self.seed, position=position)
-        noised = self.objective.corrupt(x0, seed=self.seed, position=position)
+        noised = self.noising.corrupt(x0, seed=self.seed, position=position)
         # A random share of the images gets the null condition, for classifier-free guidance.
         condition, dropout = condition_of(batch, self.spec.conditioning), self.spec.settings.cfg_dropout
         if dropout and self.spec.conditioning:
@@ -268,19 +273,23 @@ class ExpertTask(Task):
     def finish(self, compute: ComputeSpec, processes: DistContext = ALONE) -> ExpertContent:
         """Calibrate the bridge, then measure the validation error of the velocity."""
         bridge = self.calibrated(CALIBRATION_IMAGES, processes)
-        error = validate(
+        error = self.validated(bridge, processes)
+        return ExpertContent(
+            **self.declared(compute, error),
+            objective=self.objective.spec,
+            bridge=BridgeSpec(prediction_error=bridge.prediction_error),
+            start=shared_start(self.spec.run) if self.spec.from_start else None,
+        )
+
+    def validated(self, bridge: flow.Bridge, processes: DistContext) -> Summary:
+        """Return the validation error of the velocity."""
+        return validate(
             self.as_expert(bridge).velocity,
             self.validation,
             seed=self.seed,
             conditioning=self.spec.conditioning,
             device=self.device,
             processes=processes,
-        )
-        return ExpertContent(
-            **self.declared(compute, error),
-            objective=self.objective.spec,
-            bridge=BridgeSpec(prediction_error=bridge.prediction_error),
-            start=shared_start(self.spec.run) if self.spec.from_start else None,
         )
 
 

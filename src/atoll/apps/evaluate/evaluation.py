@@ -120,7 +120,9 @@ class Evaluation:
 
     def settings(self, model: EvaluatedModel) -> list[SampleSettings]:
         """Return the sampling settings of a model: one for each of its rows."""
-        return [replace(settings, routing=model.routing or "top-1") for settings in self.options.sampling()]
+        own, routing = model.steps(), model.routing or "top-1"
+        # Few-step students have settings of their own, so they have one row.
+        return list(dict.fromkeys(replace(one, routing=routing).for_steps(own) for one in self.options.sampling()))
 
     def generate(self, model: EvaluatedModel, settings: SampleSettings) -> dict[str, GeneratedSet]:
         """Generate all sets of images of a model, or open those that exist."""
@@ -163,7 +165,7 @@ class Evaluation:
                 }
             )
         variant = None
-        if len(all_settings := options.sampling()) > 1:
+        if len(all_settings := self.settings(model)) > 1:
             solver = f"{settings.solver} " if len({one.solver for one in all_settings}) > 1 else ""
             variant = f"{settings.steps} {solver}step{'' if settings.steps == 1 else 's'}"
         return ModelResult(
@@ -221,10 +223,10 @@ class Evaluation:
         # A limit above the largest cluster changes nothing. Clamping it lets such options share one cached result.
         limit = min(options.num_val, max(map(len, shards.cluster_ranges().values())))
         made_from = {"data": data, "images": limit, "seed": seed, "definition": diagnostics.DEFINITION_VERSION}
-        routings = [model.routing for model in models if model.routing is not None]
+        routings = [model.routing for model in models if model.model == "experts" and model.routing is not None]
         if routings:
             ensemble = EvaluatedModel(self.run, "experts", routings[0])
-            digests = sorted({digest for model in models if model.routing for digest in model.digests()})
+            digests = sorted({digest for model in models if model.model == "experts" for digest in model.digests()})
             # The router is measured even if no routing uses it.
             router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
             digests += [router.digest] if router and router.digest not in digests else []
@@ -251,7 +253,9 @@ class Evaluation:
             return cached(self.run, "diagnostics", model.model, made_from=key, result=Summary, compute=compute)
 
         # Single experts are columns of the matrix of the experts; here are the models of one network for all clusters.
+        # Few-step students have no velocity at the other times.
         dense_models = [model for model in models if model.routing is None and not model.model.startswith("expert:")]
+        dense_models = [model for model in dense_models if model.steps() is None]
         return Diagnostics(
             num_images=ValidationSet(shards, seed, limit).images,
             seed=seed,

@@ -19,7 +19,7 @@ from atoll.data.shapes import DataShapes
 from atoll.ensemble import Sampler, SampleSettings, load, parse
 from atoll.ensemble.sampler import evaluated_at
 from atoll.experts.cost import Cost, image_cost
-from atoll.experts.run import missing_network
+from atoll.experts.run import CLUSTERS_FILE, missing_network
 from atoll.train.estimate import job_bytes
 from atoll.train.spec import job_settings
 
@@ -28,7 +28,7 @@ KINDS = (*layout.MODELS, "singles")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model of a run; the experts with a routing."""
+    """One model of a run; experts, and students that are chosen by their cluster, with a routing."""
 
     run: Path
     model: str
@@ -41,9 +41,12 @@ class EvaluatedModel:
 
     def parts(self) -> list[Artifact]:
         """Return the finished networks of the model: its experts and, if its routing needs one, the router."""
-        if self.model == "experts":
+        if self.model in ("experts", layout.STUDENTS):
             names = [name for name in finished_jobs(self.run) if layout.is_expert(name)]
+            names = finished_students(self.run) if self.model == layout.STUDENTS else names
             names += ["router"] if parse(self.routing or "top-1").needs_router and len(names) > 1 else []
+        elif self.routing is not None:
+            names = [self.model, *(["router"] if parse(self.routing).needs_router else [])]
         elif self.model.startswith("expert:"):
             names = [layout.model_job(self.model)]
         else:
@@ -69,6 +72,10 @@ class EvaluatedModel:
         # The digests are part of the cache key: a network that was trained again is opened again.
         router = Artifact(self.run, layout.final(layout.ROUTER)).manifest()
         return _opened(self.run, self.model, options, _networks=frozenset({*self.digests(), router and router.digest}))
+
+    def steps(self) -> int | None:
+        """Return the number of sampling steps of few-step students; None for other models."""
+        return self.parts()[0].read(EXPERT).steps
 
     def training(self, config: Config) -> TrainingCost:
         """Return the training cost of its networks from their manifests, with an estimate of the memory.
@@ -146,15 +153,22 @@ def finished_jobs(run: Path) -> list[str]:
     return [name for name in layout.jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
 
 
+def finished_students(run: Path) -> list[str]:
+    """Return the finished few-step students of single experts by number."""
+    return [name for name in layout.student_jobs(run) if Artifact(run, layout.final(name)).manifest() is not None]
+
+
 def evaluated_models(run: Path, models: Sequence[str], routings: Sequence[str]) -> list[EvaluatedModel]:
     """Return the models to evaluate; without `models`, the experts and the dense networks that exist."""
     jobs = finished_jobs(run)
     experts = [name for name in jobs if layout.is_expert(name)]
-    trained = [*(["experts"] if experts else []), *(name for name in layout.DENSE if name in jobs)]
+    students = [layout.STUDENTS] if finished_students(run) else []
+    trained = [*(["experts"] if experts else []), *students, *(name for name in layout.DENSE if name in jobs)]
     found: list[EvaluatedModel] = []
     for model in models or trained:
-        if model == "experts":
-            found += [EvaluatedModel(run, "experts", parse(routing).text) for routing in routings]
+        told = model == layout.STUDENT and (run / layout.final(layout.STUDENT) / CLUSTERS_FILE).is_file()
+        if model in ("experts", layout.STUDENTS) or told:
+            found += [EvaluatedModel(run, model, parse(routing).text) for routing in routings]
         elif model == "singles":
             found += [EvaluatedModel(run, f"expert:{layout.expert_number(name)}") for name in experts]
         elif model in layout.DENSE or model.startswith("expert:"):

@@ -22,7 +22,7 @@ class EvaluationOptions:
     num_images: int = 2500
     """Number of images to generate with each model."""
     models: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: those of the first three that exist)")] = ()
-    """Models to evaluate: experts, monolith, student, merged, expert:K, or singles (every expert alone)."""
+    """Models to evaluate: experts, students, monolith, student, merged, expert:K, or singles (every expert alone)."""
     routings: tuple[str, ...] = ("top-1", "top-2", "full")
     """Routings to evaluate the experts with."""
     steps: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: 50)")] = ()

@@ -32,7 +32,7 @@ class CardData:
     run: Path
     name: str
     model: str
-    """experts, monolith, student, merged or expert:K."""
+    """experts, students, monolith, student, merged or expert:K."""
     experts: Sequence[ExpertContent]
     router: RouterContent | None
     license: str | None
@@ -88,8 +88,12 @@ def _summary(data: CardData) -> str:
     elif data.model == "experts":
         what = f"This is a decentralized diffusion model with {count} expert{'s' if count > 1 else ''}."
         what += " The experts were trained independently, each on one cluster of the data."
+    elif data.model == layout.STUDENTS:
+        what = f"These are {count} students of the experts of a decentralized diffusion model."
+        what += " Each expert was trained, and its student distilled, independently of the others."
     else:
         what = "This is one expert of a decentralized diffusion model, trained on one cluster of the data."
+    what += f" It samples in {first.steps} steps, without guidance." if first.steps else ""
     side = f" of {first.latents.resolution}x{first.latents.resolution} pixels" if first.latents.resolution else ""
     side = f" of {', '.join(map(str, data.sizes))} pixels (width x height)" if data.sizes else side
     inputs = {"text": "text prompts", "label": "class labels"}
@@ -184,7 +188,7 @@ def _clusters(data: CardData) -> str:
     numbers = f"cluster{'s' if len(trained) > 1 else ''} {', '.join(map(str, trained))}"
     use = (
         "Each expert was trained on one cluster."
-        if data.model == "experts"
+        if data.model in ("experts", layout.STUDENTS)
         else f"This model was trained on {numbers}."
     )
     text = f"The training images are divided into {len(rows)} clusters (method: {clusters.method}). {use}"
@@ -205,7 +209,7 @@ def _training(data: CardData) -> str:
     flops, seconds = sum(spent.flops for spent in costs), sum(spent.seconds for spent in costs)
     heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "validation loss")
     total = f"In total: {flops:.3g} FLOPs (matrix products) and {seconds:,.0f} seconds of training."
-    if data.model == "student":
+    if data.model in (layout.STUDENT, layout.STUDENTS):
         total += " The experts that it was distilled from are not included."
     if any(expert.start for expert in data.experts):
         total += " The total includes the shared start of the experts, once."

@@ -402,6 +402,7 @@ def components(sampler: Sampler, trained: Mapping[str, Manifest]) -> Iterator[tu
     ensemble = sampler.ensemble
     for number, reference in enumerate(ensemble.references):
         content = public_content(reference.declaration.name, trained[reference.declaration.name])
+        content = content.model_copy(update={"clusters": reference.declaration.clusters})
         yield f"expert_{number}", ExpertModel(reference.open(), content, reference.density)
     router = ensemble.router
     yield "router", router and RouterModel(router.network, public_content(layout.ROUTER, trained[layout.ROUTER]))

@@ -34,7 +34,7 @@ SCAN_SECONDS = 2.0
 STOP_SECONDS = 3.0
 # Seconds between two checks for a stop signal while the server waits for the first scan: no noticeable delay.
 POLL_SECONDS = 0.1
-NAMES = ("experts", *layout.DENSE)
+NAMES = ("experts", layout.STUDENTS, *layout.DENSE)
 FileTimes = tuple[tuple[str, int], ...]
 """Paths and modification times of the files that make up a model."""
 
@@ -174,8 +174,9 @@ class ModelRegistry:
         if self.run is None:
             return (("folder", 0),) if model == "experts" else ()
         jobs = [model]
-        if model == "experts":
+        if model in ("experts", layout.STUDENTS):
             jobs = [job for job in layout.jobs(self.run) if layout.is_expert(job)]
+            jobs = jobs if model == "experts" else layout.student_jobs(self.run)
             jobs += [layout.ROUTER] if trained(self.run, jobs) else []
         files = sorted(trained(self.run, jobs))
         return tuple((file.relative_to(self.run).as_posix(), file.stat().st_mtime_ns) for file in files)

@@ -28,7 +28,7 @@ def _integral_float_to_int(value: object) -> object:
 
 JsonInt = Annotated[int, BeforeValidator(_integral_float_to_int)]
 Side = Annotated[JsonInt, Field(ge=1, le=65536)]
-ModelKind = Literal["experts", "monolith", "student", "merged"]
+ModelKind = Literal["experts", "students", "monolith", "student", "merged"]
 
 
 class ApiError(Exception):

@@ -18,6 +18,7 @@ const INTRO = "Rows are routings and models, columns are seeds. All images of a 
 const DENSE = {
   monolith: "one network trained on all data",
   student: "one network distilled from the experts",
+  students: "one few-step network for each expert",
   merged: "one network, the average of the experts",
 };
 

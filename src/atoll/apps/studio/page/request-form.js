@@ -6,7 +6,7 @@ import { describeRouting } from "./format.js";
 
 const RANDOM_SEEDS = 1_000_000; // random seeds are below this: short enough to read and type
 const EXAMPLES = 8;
-const MODELS = { experts: "All experts", monolith: "Monolith", student: "Student", merged: "Merged" };
+const MODELS = { experts: "All experts", students: "Few-step students", monolith: "Monolith", student: "Student", merged: "Merged" };
 
 /** The settings of one request as form fields; `generate` is called on submit. */
 export class RequestForm {
