@@ -53,6 +53,21 @@ prepare(run, write_photographs_run(run, **settings), ["ingest", "patches"])
 """
 
 
+TRAIN_ON_BASE = """
+import sys
+from pathlib import Path
+from atoll import cli
+from base.conftest import FAMILY, draw, write_settings
+from base.tiny import save
+
+folder = Path(sys.argv[1])
+run = folder / "run"
+write_settings(run, save(FAMILY, folder / "base"), draw(folder / "drawings"), train={"compile": False})
+for arguments in (["prepare"], ["train", "--expert", "0"], ["train", "--expert", "1"], ["train", "--router"]):
+    assert cli.main([arguments[0], str(run), *arguments[1:]]) == 0
+"""
+
+
 def run_on_cpu(code: str, *arguments: str) -> None:
     """Run Python code in a process that sees no device."""
     environment = {**os.environ, "FAKE_CUDA_DEVICES": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -74,6 +89,14 @@ def trained_run(run: Path) -> Path:
     shutil.copytree(run, folder)
     run_on_cpu(TRAIN, str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two adapters of a tiny base and a router."""
+    folder = tmp_path_factory.mktemp("base")
+    run_on_cpu(TRAIN_ON_BASE, str(folder))
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")

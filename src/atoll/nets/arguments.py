@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from atoll.core.device import upload
 from atoll.core.errors import AtollError
 
 Arguments = dict[str, Any]
@@ -174,7 +175,7 @@ class ArgumentTable:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
+            return upload(leaf, device).to(dtype if leaf.is_floating_point() else leaf.dtype)
 
         moved = self._moved.setdefault(place, {})
         if (device, dtype) not in moved:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from atoll.core.device import compute_dtype, device
+from atoll.core.device import compute_dtype, device, upload
 from atoll.core.errors import AtollError
 from atoll.core.networks import BaseConfig, TraceSpec
 from atoll.nets.arguments import Arguments, join
@@ -147,14 +147,17 @@ class BaseExpert(nn.Module):
                 base.to(x.device)
             self.activate()
             for places in groups.values():
-                chosen = state if len(groups) == 1 else state[places]
+                chosen, times = state, time
+                if len(groups) > 1:
+                    index = upload(torch.tensor(places), x.device)
+                    chosen, times = state[index], time[index]
                 found = [table.row(numbers[place], x.device, precision) for place in places]
-                output = base(**network_arguments(trace, chosen, time[places], found))
+                output = base(**network_arguments(trace, chosen, times, found))
                 outputs.append(trace.sign * prediction(output, chosen))
         predicted = outputs[0]
         if len(groups) > 1:
-            order = torch.tensor(list(itertools.chain(*groups.values())), device=x.device)
-            predicted = torch.cat(outputs)[order.argsort()]
+            order = torch.tensor(list(itertools.chain(*groups.values()))).argsort()
+            predicted = torch.cat(outputs)[upload(order, x.device)]
         return unpack(predicted, trace, x)
 
     def activate(self, others: Mapping[str, Sequence[str]] | None = None) -> None:
