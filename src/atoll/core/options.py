@@ -1,18 +1,31 @@
-"""Options of sampling and of loading networks, nested in verbs, server and library.
+"""Options of sampling and of loading networks: fields of verbs, server and library.
 
 The docstrings of the fields are the help texts. No torch here: the command line imports this module.
 """
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from tyro.conf import arg
+from tyro.conf import Positional, Suppress, arg
 
 from atoll.core.errors import AtollError, unknown
 from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceWeights, SolverName
 
+Overrides = Annotated[Mapping[str, Any], Suppress]
+"""Settings of a run by dotted key. On the command line, `--section.key VALUE` is removed before tyro parses the rest.
+"""
+RunArgument = Annotated[Positional[str | Path], arg(metavar="RUN")]
+Options = TypeVar("Options")
 
-@dataclass(frozen=True)
+
+def part(kind: type[Options], options: Options) -> Options:
+    """Return the fields of `kind` among larger options, which inherit from it."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How every set of images is sampled."""
 
@@ -37,7 +50,7 @@ class SamplingOptions:
             raise AtollError(f"expected steps >= 1, got {self.steps}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleSettings(SamplingOptions):
     """All sampling settings of an image. Every image file contains them as metadata."""
 
@@ -72,7 +85,7 @@ class SampleSettings(SamplingOptions):
         return self.guidance_scale if low <= t <= high else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """How networks are loaded for sampling."""
 
@@ -101,7 +114,7 @@ class LoadOptions:
         return replace(self, dtype="float32", compile=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizedLoadOptions(LoadOptions):
     """How networks are loaded to sample, but not to measure them: their weights may be rounded."""
 

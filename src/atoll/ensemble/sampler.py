@@ -8,7 +8,6 @@ gives the same images at any batch size, up to float32 rounding: kernels sum bat
 orders.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import update_wrapper
@@ -27,7 +26,7 @@ from atoll.core.layout import CONFIG_FILE
 from atoll.core.names import GuidanceWeights, SolverName
 from atoll.core.networks import BaseConfig
 from atoll.core.options import SampleSettings
-from atoll.core.progress import progress
+from atoll.core.progress import progress, warn
 from atoll.core.sizes import Size
 from atoll.encoders.base_pipeline import BasePipeline
 from atoll.encoders.encoders import Encoders
@@ -270,7 +269,7 @@ class Sampler:
         pairs = list(zip(turns(texts), turns(labels), strict=True))
         condition, rows = self._encode_distinct(pairs, turns(negatives), embeds=embeds, size=size)
         for warning in self._warnings(texts is not None, labels is not None, settings=chosen):
-            print(f"warning: {warning}", file=sys.stderr)
+            warn(warning)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
 
         # Sample the batches of this process, each with its distinct conditions only.
@@ -433,7 +432,7 @@ class Sampler:
             )
         # The networks take any grid, so an unknown size may only be worse: a warning, not an error.
         if size not in known:
-            print(f"warning: this model was trained on {sizes}; images of {size} may be worse", file=sys.stderr)
+            warn(f"this model was trained on {sizes}; images of {size} may be worse")
         return Size(size.height // factor, size.width // factor)
 
     # From noise to latents

@@ -91,7 +91,7 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
     generation = GenerationRequest(
-        SampleSettings(steps, guidance_scale, seed=request.seed, routing=routing),
+        SampleSettings(steps=steps, guidance_scale=guidance_scale, seed=request.seed, routing=routing),
         request.prompt,
         request.label,
         request.num_images,

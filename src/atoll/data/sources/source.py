@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.core.names import Split
+from atoll.core.progress import say
 from atoll.data.images import BadImage, decode
 
 __all__ = ["BadImage", "Source", "SourceImage", "SourceOptions", "decode", "describe", "survey"]
@@ -195,12 +196,14 @@ def describe(found: Survey, console: Console | None = None) -> None:
         cells = (image.id, (image.caption or "-") + others, image.label or "-", image.split)
         table.add_row(*(Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells))
     console = console or Console()
-    validation = found.images - found.train
-    console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
-    if found.ignored:
-        suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
-        console.print(f"ignored files: {suffixes}", markup=False)
-    console.print(table)
-    # Values of attributes are long (attributions, licenses) and often equal in all images, so only their names follow.
-    if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):
-        console.print(f"attributes: {', '.join(attributes)}", markup=False)
+    with console.capture() as captured:
+        validation = found.images - found.train
+        console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
+        if found.ignored:
+            suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
+            console.print(f"ignored files: {suffixes}", markup=False)
+        console.print(table)
+        # Values of attributes are long (attributions, licenses) and often equal in all images: only their names follow.
+        if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):
+            console.print(f"attributes: {', '.join(attributes)}", markup=False)
+    say(captured.get().rstrip("\n"), file=console.file)

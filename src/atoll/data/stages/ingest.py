@@ -23,6 +23,7 @@ from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError, shown
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
+from atoll.core.progress import say
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
 from atoll.data.index import BEFORE, CHUNKS, IMAGES, PARTS, REJECTED, SCHEMA, Before
@@ -155,7 +156,7 @@ class IngestStage(Stage):
 
     def restart(self, artifact: Artifact, inputs: Inputs) -> None:
         """Keep the parts of the chunks, and note where the chunks began."""
-        print(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again", flush=True)
+        say(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again")
         committed = artifact.manifest() is not None
         if self.job.listing and (committed or not artifact.path(BEFORE).is_file()):
             known = self.job.chunk_keys(again=True)
