@@ -110,10 +110,6 @@ def test_an_export_and_a_shared_run_refuse_it(new_run: Copy, tmp_path: Path, mon
     hostile = yaml.safe_dump({"networks": {"default": {"class": "evil_network:Net"}}}).encode()
     with pytest.raises(AtollError, match="names a class outside Atoll"):
         read_shared(hostile, "its atoll.yaml")
-    # A local copy of a shared run, whose atoll.yaml somebody edited
-    monkeypatch.setattr(own, "local_trust", lambda run: object())
-    with pytest.raises(AtollError, match="is a shared run, and own_networks:ConvExpert is code outside Atoll"):
-        own.allow(run, config)
     assert not imported.exists()
 
 
