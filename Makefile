@@ -65,4 +65,4 @@ bench: $(READY)
 		echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-cuda .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-cuda .venv-track .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -91,22 +91,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
         repository = hub.repositories[name]
         if path.endswith("/info/lfs/objects/batch"):
-            wanted = [each for each in json.loads(body)["objects"]]
             upload = [
                 {**each, **({} if each["oid"] in hub.objects else {
                     "actions": {"upload": {"href": f"{hub.url}/lfs/{each['oid']}"}}})}
-                for each in wanted
+                for each in json.loads(body)["objects"]
             ]  # fmt: skip
             return self.reply({"transfer": "basic", "objects": upload})
         if parts[0] == "api" and "preupload" in parts:
-            files = [
-                {
-                    "path": each["path"],
-                    "uploadMode": "lfs" if each["size"] > LARGE else "regular",
-                    "shouldIgnore": False,
-                }
-                for each in json.loads(body)["files"]
-            ]
+            modes = {each["path"]: "lfs" if each["size"] > LARGE else "regular" for each in json.loads(body)["files"]}
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return self.reply({"files": files})
         if parts[0] == "api" and "commit" in parts:
             lines = [json.loads(line) for line in body.splitlines()]
@@ -118,6 +111,12 @@ class Handler(BaseHTTPRequestHandler):
                 repository.files[value["path"]] = content
             sha = repository.sha
             return self.reply({"commitUrl": f"{hub.url}/{name}/commit/{sha}", "commitOid": sha, "success": True})
+        if parts[0] == "api" and "tree" in parts:
+            entries = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in repository.files.items()
+            ]
+            return self.reply(entries)
         if parts[0] == "api":  # information about the repository or a revision
             siblings = [{"rfilename": file} for file in sorted(repository.files)]
             about = {"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings, "tags": []}
