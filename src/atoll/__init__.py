@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from atoll.apps.models.attach import attach, detach
     from atoll.apps.models.pipeline import AtollPipeline
     from atoll.core.errors import AtollError
+    from atoll.core.progress import Update
     from atoll.ensemble import load
 
 __all__ = [
     "AtollError",
     "AtollPipeline",
+    "Update",
     "__version__",
     "attach",
     "detach",
@@ -34,6 +36,7 @@ _HOMES = {
     **dict.fromkeys(("evaluate", "export", "launch", "prepare", "sample", "train"), "atoll.api"),
     **dict.fromkeys(("attach", "detach"), "atoll.apps.models.attach"),
     "AtollError": "atoll.core.errors",
+    "Update": "atoll.core.progress",
     "AtollPipeline": "atoll.apps.models.pipeline",
     "load": "atoll.ensemble",
 }

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from atoll.ensemble import Sampler, Samples
     from atoll.train.spec import TrainSpec
 
-__all__ = ["Update", "evaluate", "export", "launch", "prepare", "sample", "train"]
+__all__ = ["evaluate", "export", "launch", "prepare", "sample", "train"]
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
