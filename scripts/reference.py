@@ -22,7 +22,15 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 PUBLIC = (
-    *("atoll", "atoll.flow", "atoll.nets", "atoll.ensemble", "atoll.experts.expert", "atoll.experts.expert_cache"),
+    *(
+        "atoll.api",
+        "atoll",
+        "atoll.flow",
+        "atoll.nets",
+        "atoll.ensemble",
+        "atoll.experts.expert",
+        "atoll.experts.expert_cache",
+    ),
     *("atoll.experts.validation", "atoll.data.dataset", "atoll.train"),
     *("atoll.apps.evaluate.evaluation", "atoll.apps.evaluate.options"),
     *("atoll.apps.models.pipeline", "atoll.nets.layouts", "atoll.core.artifacts", "atoll.core.config"),

@@ -26,7 +26,7 @@ from atoll.core import layout, prepared
 from atoll.core.errors import AtollError
 from atoll.core.names import StageName
 from atoll.core.options import Overrides, QuantizedLoadOptions, RunArgument, SampleSettings, part
-from atoll.core.progress import OnProgress, Update, listening, say
+from atoll.core.progress import OnProgress, listening, say
 from atoll.core.sizes import Size
 
 if TYPE_CHECKING:
