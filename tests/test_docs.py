@@ -105,7 +105,6 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
 def options_of(verb: Any) -> list[dataclasses.Field[Any]]:
     """Return the options of a verb, then those of the options that are nested in it, as in its help."""
     fields = [field for field in dataclasses.fields(verb) if "Suppress" not in repr(field.type)]
-    fields.sort(key=lambda field: "Positional" not in repr(field.type))
     nested = [field for field in fields if dataclasses.is_dataclass(field.default_factory)]
     own = [field for field in fields if field not in nested]
     return own + [part for field in nested for part in options_of(field.default_factory)]

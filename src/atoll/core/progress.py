@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import IO, Protocol
 
 from tqdm import tqdm
 
@@ -49,7 +49,7 @@ def listening(listener: OnProgress | None) -> Iterator[None]:
         _listener.reset(before)
 
 
-def say(text: str, *, file: TextIO | None = None) -> None:
+def say(text: str, *, file: IO[str] | None = None) -> None:
     """Print a message at once."""
     if listener := _listener.get():
         listener(Update("", 0, 0, "", text))

@@ -144,7 +144,8 @@ def stream_size(network: nn.Module, shape: Sequence[int]) -> int:
     elif isinstance(network.config, OwnConfig):
         # The widest layer at every patch: more than most networks have.
         outputs = [part.weight.shape[0] for part in network.modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-        patch, width = network.config.patch, max(outputs, default=1)
+        named: OwnConfig = network.config
+        patch, width = named.patch, max(outputs, default=1)
     elif isinstance(network, BaseExpert):
         # Most linear layers of a transformer take the residual stream.
         widths = [layer.in_features for layer in network.base.modules() if isinstance(layer, nn.Linear)]
