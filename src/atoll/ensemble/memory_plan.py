@@ -141,10 +141,9 @@ def stream_size(network: nn.Module, shape: Sequence[int]) -> int:
     """Return the elements of the residual stream of one image: tokens x width; of the first level for a UNet."""
     if isinstance(network, DiT):
         patch, width = network.config.patch, network.config.width
-    elif isinstance(network.config, OwnConfig):
+    elif isinstance(named := network.config, OwnConfig):
         # The widest layer at every patch: more than most networks have.
         outputs = [part.weight.shape[0] for part in network.modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-        named: OwnConfig = network.config
         patch, width = named.patch, max(outputs, default=1)
     elif isinstance(network, BaseExpert):
         # Most linear layers of a transformer take the residual stream.

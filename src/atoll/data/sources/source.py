@@ -184,6 +184,12 @@ def survey(source: Source, examples: int = 5) -> Survey:
 
 def describe(found: Survey, console: Console | None = None) -> None:
     """Print the kind, the number of images and the examples."""
+    if console is None:
+        console = Console()
+        with console.capture() as captured:
+            describe(found, console)
+        say(captured.get().rstrip("\n"))
+        return
     table = Table()
     # One line per image: long cells end in an ellipsis. rich narrows the columns without `no_wrap` first, so the
     # caption gets what the other columns leave.
@@ -195,15 +201,12 @@ def describe(found: Survey, console: Console | None = None) -> None:
         others = f" (+{len(image.captions) - 1})" if len(image.captions) > 1 else ""
         cells = (image.id, (image.caption or "-") + others, image.label or "-", image.split)
         table.add_row(*(Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells))
-    console = console or Console()
-    with console.capture() as captured:
-        validation = found.images - found.train
-        console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
-        if found.ignored:
-            suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
-            console.print(f"ignored files: {suffixes}", markup=False)
-        console.print(table)
-        # Values of attributes are long (attributions, licenses) and often equal in all images: only their names follow.
-        if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):
-            console.print(f"attributes: {', '.join(attributes)}", markup=False)
-    say(captured.get().rstrip("\n"), file=console.file)
+    validation = found.images - found.train
+    console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
+    if found.ignored:
+        suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
+        console.print(f"ignored files: {suffixes}", markup=False)
+    console.print(table)
+    # Values of attributes are long (attributions, licenses) and often equal in all images: only their names follow.
+    if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):
+        console.print(f"attributes: {', '.join(attributes)}", markup=False)
