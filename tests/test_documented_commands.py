@@ -42,7 +42,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-OTHER_PROGRAMS = ("git", "cd", "pip", "source", "sky")
+OTHER_PROGRAMS = ("git", "cd", "pip", "source", "sky", "hf")
 EXAMPLE = re.compile(r"examples/\w+\.py")
 """Scripts that a tutorial may run with Python."""
 OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
