@@ -231,7 +231,7 @@ EXAMPLES = {
     "images-from-folders-tars-parquet": ({}, "square.size == (256, 256)"),
     "evaluate": (
         {
-            "Options(num_images=4096,": 'Options(num_images=4, num_real=16, models=("monolith",), allow_small=True, '
+            "num_images=4096,": 'num_images=4, num_real=16, models=("monolith",), allow_small=True, '
             'extractors=("efficientnet-lite0",), without=("diversity", "diagnostics", "trajectories"),',
             "steps=30": "steps=2",
             "inception": "efficientnet-lite0",
