@@ -42,7 +42,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-OTHER_PROGRAMS = ("git", "cd", "cp", "pip", "source", "sky")
+OTHER_PROGRAMS = ("git", "cd", "cp", "pip", "source", "sky", "hf")
 EXAMPLE = re.compile(r"examples/\w+\.py")
 """Scripts that a tutorial may run with Python."""
 OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
@@ -231,7 +231,7 @@ EXAMPLES = {
     "images-from-folders-tars-parquet": ({}, "square.size == (256, 256)"),
     "evaluate": (
         {
-            "Options(num_images=4096,": 'Options(num_images=4, num_real=16, models=("monolith",), allow_small=True, '
+            "num_images=4096,": 'num_images=4, num_real=16, models=("monolith",), allow_small=True, '
             'extractors=("efficientnet-lite0",), without=("diversity", "diagnostics", "trajectories"),',
             "steps=30": "steps=2",
             "inception": "efficientnet-lite0",
