@@ -188,7 +188,7 @@ class TrainArguments(Configured):
 
 @dataclass(frozen=True)
 class LaunchArguments(Configured):
-    """Run all remaining jobs of a run on this machine, Slurm, Ray or another scheduler."""
+    """Run all remaining jobs of a run here or on any scheduler."""
 
     folder: RunArgument
     """Folder of the run."""

@@ -64,7 +64,7 @@ def test_a_run_trains_samples_and_evaluates_it(new_run: Copy) -> None:
     one, two = (atoll.sample(run, [text], model="expert:0", steps=2) for text in ("a red circle", "a square"))
     assert one.images[0].size == (32, 32)
     assert not torch.equal(one.latents, two.latents), "it is conditioned on the text"
-    result = atoll.evaluate(run, models=("expert:0",), without=("metrics", "diversity", "diagnostics"), steps=2,
+    result = atoll.evaluate(run, models=("expert:0",), without=("metrics", "diversity", "diagnostics"), steps=(2,),
                             num_trajectories=2)  # fmt: skip
     assert result is not None
     assert result.models[0].trajectory is not None

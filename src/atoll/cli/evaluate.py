@@ -24,7 +24,7 @@ class Evaluate(EvaluateArguments):
     epilog: ClassVar = """
 examples:
   atoll evaluate runs/mine --models experts monolith --routings top-1 nearest
-  atoll evaluate runs/mine --num-images 10000 --steps 50 --guidance-scale 1.5
+  atoll evaluate runs/mine --num-images 10000 --steps 4 50 --guidance-scale 1.5
 """
 
     def run(self) -> None:

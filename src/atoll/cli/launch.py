@@ -19,7 +19,6 @@ class Launch(LaunchArguments):
     """Print the submitted jobs as JSON."""
     epilog: ClassVar = """
 examples:
-  atoll launch runs/mine
   atoll launch runs/mine --on slurm --island.gpus 8 --jobs experts router
   atoll launch runs/mine --on command "qsub -N {name} {command}" --wait
 """

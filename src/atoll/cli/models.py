@@ -97,8 +97,7 @@ class Export(ExportArguments):
     epilog: ClassVar = """
 examples:
   atoll export runs/mine my-model --license cc-by-sa-4.0
-  atoll export runs/mine my-student --model student
-  atoll export runs/mine my-pipeline --standalone
+  atoll export runs/mine my-student --model student --standalone
 """
 
     def run(self) -> None:

@@ -27,8 +27,8 @@ _OMIT = (
     "atoll.encoders.encoders:Encoders.of_folder",
     "atoll.experts.network_folder:NetworkFolder._check_declaration",
 )
-# Experts on a base and networks of one's own are not part of such a folder, and who opens it with its own code trusts it
-# as a whole.
+# Experts on a base and networks of one's own are not part of such a folder, and who opens it with its own code trusts
+# it as a whole.
 _REPLACE = {
     "atoll.encoders.base_pipeline:BasePipeline": "class BasePipeline: pass",
     "atoll.nets.base:BaseExpert": "class BaseExpert: pass",
