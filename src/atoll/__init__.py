@@ -53,8 +53,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the names above too, for completion."""
-    return sorted({*globals(), *__all__})
+    """List the public names, for completion."""
+    return sorted(__all__)
 
 
 class _Facade(ModuleType):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import yaml
 from tyro.conf import arg
@@ -14,7 +14,7 @@ from atoll.api import PrepareArguments
 from atoll.cli.verb import RunFolder
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, unknown
 from atoll.core.options import Overrides
 from atoll.core.presets import NOTES, PRESETS, SUMMARIES
 
@@ -42,7 +42,7 @@ class Init:
     folder: RunFolder
     """Folder of the new run."""
     preset: Annotated[
-        Literal[tuple(PRESETS)] | None,  # type: ignore[valid-type]
+        str | None,
         arg(metavar=f"{{{','.join(PRESETS)}}}", help_behavior_hint="(default: emoji, or base with --base)"),
     ] = None
     """Preset to copy the settings from."""
@@ -70,6 +70,8 @@ class Init:
             raise AtollError(f"{file} exists; edit it, or overwrite it with --force")
         # Resolve first: nothing is written if an override is invalid, or if the base does not pass its check.
         preset = self.preset or ("emoji" if self.base is None else "base")
+        if preset not in PRESETS:
+            raise AtollError(unknown("preset", preset, PRESETS))
         config = configuration.resolve(PRESETS[preset], self.overrides, source="command line")
         if self.base is not None:
             config = self.check_base(self.base)
