@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 import atoll
 from atoll.apps.models.publish import publish
 from atoll.core import layout
-from atoll.core.artifacts import Artifact
+from atoll.core.artifacts import Artifact, sha256_of
 from atoll.core.errors import AtollError
 from atoll.core.manifests import PIPELINE, PipelineContent
-from atoll.nets.io import sha256
 from models import hub_server
 from models.hub_server import TOKEN, Hub
 
@@ -69,8 +68,8 @@ def test_an_export_is_published_and_opened_by_its_name(conditioned_run: Path, tm
     files = {name: path for name, path in folder.items() if path.is_file()}
     assert set(repository.files) == set(files)
     for name, path in files.items():
-        assert hashlib.sha256(repository.files[name]).hexdigest() == sha256(path), name
-    assert sha256(files["expert_0/diffusion_pytorch_model.safetensors"]) in hub.objects
+        assert hashlib.sha256(repository.files[name]).hexdigest() == sha256_of(path), name
+    assert sha256_of(files["expert_0/diffusion_pytorch_model.safetensors"]) in hub.objects
     assert len(repository.commits) == 1
     assert repository.commits[0].startswith("Export of Atoll, ")
 
