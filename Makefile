@@ -75,4 +75,4 @@ bench: $(READY)
 		echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-comfyui .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-cuda .venv-comfyui .venv-track .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -4,6 +4,7 @@ Pages outside docs/ (recipes, benchmarks, CONTRIBUTING.md) become part of the si
 link to any other file of the repository is shown as its path.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -38,6 +39,17 @@ def render_equations(markdown: str) -> str:
         return f'<div class="equation">{convert(latex, display="block")}<span>{number.strip("{} ")}</span></div>'
 
     return re.sub(r"^```math\n(.*?)\n```$", render, markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def notebook_page(path: Path) -> str:
+    """Return the cells of a notebook as a page: text and code."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ("".join(cell["source"]) for cell in cells)
+    parts = [
+        f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+        for cell, text in zip(cells, texts, strict=True)
+    ]
+    return "\n\n".join([*parts, f"*This page is the notebook [{path.name}]({path.name}), without its outputs.*\n"])
 
 
 def outside_files() -> list[str]:
@@ -80,6 +92,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
+    for notebook in sorted((ROOT / "docs").glob("*/*.ipynb")):
+        page = notebook.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        files.append(File.generated(config, page, content=notebook_page(notebook)))
     for path in outside_files():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     config.nav = expand_folders(config.nav, [file.src_uri for file in files.documentation_pages()])

@@ -22,7 +22,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 PUBLIC = (
-    *("atoll", "atoll.flow", "atoll.nets", "atoll.ensemble", "atoll.experts.expert", "atoll.experts.expert_cache"),
+    *(
+        "atoll",
+        "atoll.flow",
+        "atoll.nets",
+        "atoll.ensemble",
+        "atoll.experts.expert",
+        "atoll.experts.expert_cache",
+    ),
     *("atoll.experts.validation", "atoll.data.dataset", "atoll.train"),
     *("atoll.apps.evaluate.evaluation", "atoll.apps.evaluate.options"),
     *("atoll.apps.models.pipeline", "atoll.nets.layouts", "atoll.core.artifacts", "atoll.core.config"),
@@ -230,15 +237,39 @@ def _schema(schema: Mapping[str, Any]) -> str:
     return ", ".join([str(schema.get("type", "")), *limits]) if schema.get("type") else ""
 
 
+def function_section(name: str) -> list[str]:
+    """Return the arguments of a function that is also a verb, from the dataclass that both share."""
+    from atoll import api
+
+    own = vars(api)[f"{name.title()}Arguments"]
+    docs, about = attribute_docs(own), {each.name: each for each in dataclasses.fields(own)}
+    signature = inspect.signature(vars(api)[name])
+    result = str(signature.return_annotation).strip("'")
+    lines = [f"## atoll.{name}", "", f"{summary(inspect.getdoc(own))} Returns `{result}`.", ""]
+    rows = []
+    for part in signature.parameters.values():
+        default = "required" if part.default is part.empty else code(repr(part.default))
+        default = code("{}") if about[part.name].default_factory is dict else default
+        kind = str(part.annotation) if get_args(part.annotation) else getattr(part.annotation, "__name__", "")
+        kind = re.sub(r"\b(collections\.abc|typing|pathlib|PIL\.Image|atoll\.core\.progress)\.", "", kind)
+        rows.append((code(part.name), code(kind), default, summary(docs.get(part.name))))
+    return [*lines, *table(("argument", "type", "default", "meaning"), rows)]
+
+
 def python_page() -> str:
     """Return the page that mkdocstrings fills with the public names."""
+    from atoll import api
+
     lines = ["# Python API", "", "Names that are not listed here may change without notice.", ""]
+    for name in api.__all__:
+        lines += function_section(name)
     for module in PUBLIC:
         opened = import_module(module)
         names = list(getattr(opened, "__all__", [])) or [
             name for name, value in vars(opened).items()
             if getattr(value, "__module__", None) == module and not name.startswith("_") and inspect.getdoc(value)
         ]  # fmt: skip
+        names = [name for name in names if module != "atoll" or name not in api.__all__]
         lines += [f"## {module}", "", summary(inspect.getdoc(opened)), ""]
         lines += [part for name in names if not name.startswith("__") for part in (f"::: {module}.{name}", "")]
     return "\n".join(lines)

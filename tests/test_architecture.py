@@ -20,7 +20,7 @@ PACKAGE = Path(atoll.__file__).parent
 ROOT = PACKAGE.parent.parent
 METHOD = ("core", "verify", "flow", "nets", "encoders", "data", "experts", "ensemble", "train")
 APPLICATIONS = ("models", "evaluate", "report", "share", "launch", "studio")
-PACKAGES = (*METHOD, "apps", *(f"apps.{name}" for name in APPLICATIONS), "cli", "__main__")
+PACKAGES = (*METHOD, "apps", *(f"apps.{name}" for name in APPLICATIONS), "api", "cli", "__main__")
 """In dependency order: a package imports only from those before it."""
 RUN_PATH = re.compile(
     r"^(experts/|data/|.*/final\b|.*/checkpoints\b|.*\bmetrics\.jsonl|atoll\.yaml|policy\.json|manifest\.json|grids\b|"

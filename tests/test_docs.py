@@ -104,7 +104,7 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
 
 def options_of(verb: Any) -> list[dataclasses.Field[Any]]:
     """Return the options of a verb, then those of the options that are nested in it, as in its help."""
-    fields = [field for field in dataclasses.fields(verb) if field.name != "overrides"]
+    fields = [field for field in dataclasses.fields(verb) if "Suppress" not in repr(field.type)]
     nested = [field for field in fields if dataclasses.is_dataclass(field.default_factory)]
     own = [field for field in fields if field not in nested]
     return own + [part for field in nested for part in options_of(field.default_factory)]

@@ -42,11 +42,11 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 PAGES = [README, ROOT / "docs/glossary.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-OTHER_PROGRAMS = ("git", "cd", "cp", "pip", "source", "sky")
+OTHER_PROGRAMS = ("git", "cd", "cp", "pip", "source", "sky", "hf")
 EXAMPLE = re.compile(r"examples/\w+\.py")
 """Scripts that a tutorial may run with Python."""
-OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown")
-"""Options in the text that belong to every verb, to torchrun and sbatch."""
+OTHER_OPTIONS = ("--help", "--max-restarts", "--partition", "--account", "--markdown", "--logdir", "--project")
+"""Options in the text that belong to every verb, to torchrun, sbatch and trackers."""
 OPEN_KEYS = ("experts", "networks")
 """Sections of the configuration whose keys are numbers of experts."""
 VERB_OPTIONS = {
@@ -231,9 +231,9 @@ EXAMPLES = {
     "images-from-folders-tars-parquet": ({}, "square.size == (256, 256)"),
     "evaluate": (
         {
-            "Options(num_images=4096,": 'Options(num_images=4, num_real=16, models=("monolith",), allow_small=True, '
+            "num_images=4096,": 'num_images=4, num_real=16, models=("monolith",), allow_small=True, '
             'extractors=("efficientnet-lite0",), without=("diversity", "diagnostics", "trajectories"),',
-            "steps=30": "steps=2",
+            "steps=(30,)": "steps=(2,)",
             "inception": "efficientnet-lite0",
         },
         'math.isfinite(result.models[0].metrics["efficientnet-lite0"].kid.value)',

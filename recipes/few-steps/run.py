@@ -17,7 +17,6 @@ from atoll.apps.evaluate.evaluation import evaluate
 from atoll.apps.evaluate.options import EvaluationOptions
 from atoll.apps.evaluate.results import ModelResult
 from atoll.core import config as configuration
-from atoll.core.options import SampleSettings
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 STEPS = (1, 2, 4, 8, 25, 50)
@@ -52,7 +51,8 @@ def measure(options: argparse.Namespace) -> None:
         routings=tuple(options.routings),
         steps=tuple(options.steps),
         solver=(options.solver,),
-        settings=SampleSettings(guidance_scale=1.0, shift=options.shift),
+        guidance_scale=1.0,
+        shift=options.shift,
         extractors=tuple(options.extractors),
         prompts=options.prompts,
         without=("diversity", "diagnostics", "trajectories"),

@@ -155,6 +155,13 @@ def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
         cli.main(["init", str(tmp_path / "run")])
 
 
+def test_an_unknown_preset_lists_the_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", str(tmp_path), "--preset", "imgs"]) == 2
+    message = f"unknown preset 'imgs' (did you mean 'images'?); known: {', '.join(PRESETS)}"
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_init_writes_what_config_reads(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"

@@ -82,7 +82,8 @@ def test_rows_of_several_sizes_come_back_in_order() -> None:
 @pytest.mark.slow
 def test_the_whole_evaluation(run: Path) -> None:
     options = EvaluationOptions(
-        num_images=10, routings=("top-1", "nearest"), settings=QUICK, extractors=("efficientnet-lite0",),
+        num_images=10, routings=("top-1", "nearest"), steps=(QUICK.steps,),
+        guidance_scale=QUICK.guidance_scale, extractors=("efficientnet-lite0",),
         diversity=(3, 2), num_val=4, num_trajectories=6, without=("metrics",),
     )  # fmt: skip
     result = evaluate(run, configuration.load(run), options)

@@ -13,7 +13,6 @@ from atoll.apps.evaluate.options import EvaluationOptions
 from atoll.apps.evaluate.results import Diagnostics
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
-from atoll.ensemble import SampleSettings
 from atoll.experts.validation import IMAGES
 from train.conftest import merge
 from train.posterior import give_posterior
@@ -24,9 +23,9 @@ ROUNDING = 1e-5
 
 
 def diagnose(run: Path, **options: Any) -> Diagnostics:
-    settings = SampleSettings(steps=2, seed=5)  # the sampling seed must not affect validation
+    settings = {"steps": 2, "seed": 5}  # the sampling seed must not affect validation
     without = ("metrics", "diversity", "trajectories")
-    chosen = EvaluationOptions(routings=("top-1", "oracle"), settings=settings, without=without, **options)
+    chosen = EvaluationOptions(routings=("top-1", "oracle"), **settings, without=without, **options)
     found = evaluate(run, configuration.load(run), chosen).diagnostics
     assert found is not None
     return found

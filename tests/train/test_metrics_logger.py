@@ -1,16 +1,19 @@
 """The metrics logger: metrics.jsonl, trackers and grids of images."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, ImageColor
 
 from atoll.apps.share.status import status
 from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.metrics_file import MetricsLine, progress_of
+from atoll.ensemble.saving import COLORS
 from atoll.train import metrics_logger
 from atoll.train.job import train_job
 from atoll.train.metrics_logger import truncate_metrics
@@ -30,6 +33,29 @@ def test_tensorboard_gets_the_metrics(new_run: Copy) -> None:
     logged = [(event.step, event.value) for event in events.Scalars("loss")]
     assert logged == [(line["images"], pytest.approx(line["loss"])) for line in metrics(run, "experts/000")]
     assert {"lr", "gradient_norm", "images_per_second"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(("job", "name"), [("--expert 0", "samples"), ("--router", "routing")])
+def test_tensorboard_gets_the_previews(new_run: Copy, job: str, name: str) -> None:
+    """A grid of samples, or a plot of the router's probabilities for validation images."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    previews = {"sample_every": 32, "sample_count": 4, "sample_guidance_scale": 1}
+    run = new_run(train={"trackers": ["tensorboard"], "total_images": 64, **previews})
+    assert finish(run, *job.split()) == 0, (run / "log.txt").read_text()
+    folder = run / ("router" if name == "routing" else "experts/000")
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    logged = {event.step: event.encoded_image_string for event in events.Images(name)}
+    assert sorted(logged) == [32, 64]
+    for step, encoded in logged.items():
+        shown, stored = Image.open(BytesIO(encoded)), Image.open(folder / f"grids/{step:012d}.png")
+        assert np.array_equal(np.asarray(shown), np.asarray(stored))
+    if name == "routing":
+        # Four rows with the image and the colors of the three clusters, and nothing of others
+        found = {tuple(color) for color in np.asarray(stored)[44:, 80:].reshape(-1, 3).tolist()}
+        colors = {ImageColor.getrgb(color) for color in COLORS}
+        assert len(found & colors) == 3
 
 
 def test_a_tracker_that_is_not_installed_is_an_error(new_run: Copy) -> None:

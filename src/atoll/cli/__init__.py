@@ -7,7 +7,9 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import tyro
 
@@ -141,8 +143,8 @@ def parse(name: str, arguments: list[str]) -> Verb:
         overrides["data.source"] = here
     verb = tyro.cli(VERBS[name], args=rest, prog=f"atoll {name}", config=TYRO_CONFIG)
     if isinstance(verb, Configured):
-        verb.overrides = overrides
-    elif overrides:
+        return cast(Verb, replace(cast(Any, verb), overrides=overrides))
+    if overrides:
         raise AtollError(f"atoll {name} accepts no settings of a run: --{', --'.join(overrides)}")
     return verb
 

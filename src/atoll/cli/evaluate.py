@@ -3,49 +3,38 @@
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import arg
 
-from atoll.apps.evaluate.options import EvaluationOptions
-from atoll.cli.verb import Overrides, RunFolder
+from atoll.api import EvaluateArguments
+from atoll.cli.verb import RunFolder
 from atoll.core import config as configuration
+from atoll.core.options import Overrides
 
 
-@dataclass
-class Evaluate:
-    """Compute FID, KID, diversity and diagnostics of a run.
+@dataclass(frozen=True)
+class Evaluate(EvaluateArguments):
+    __doc__ = EvaluateArguments.__doc__
 
-    All models and routings start from the same noise; diagnostics are in float32.
-    """
-
-    folder: RunFolder
-    """Folder of the run."""
-    evaluation: Annotated[EvaluationOptions, OmitArgPrefixes] = field(default_factory=EvaluationOptions)
     json: bool = False
     """Print JSON instead of tables."""
-    overrides: Overrides = field(default_factory=dict)
     epilog: ClassVar = """
 examples:
   atoll evaluate runs/mine --models experts monolith --routings top-1 nearest
-  atoll evaluate runs/mine --num-images 10000 --steps 50 --guidance-scale 1.5
+  atoll evaluate runs/mine --num-images 10000 --steps 4 50 --guidance-scale 1.5
 """
 
     def run(self) -> None:
         """Evaluate, and print the metrics."""
-        config = configuration.load(self.folder, self.overrides)
-        from atoll.apps.evaluate.evaluation import evaluate
+        # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
+        with redirect_stdout(sys.stderr):
+            result = self.call()
         from atoll.apps.evaluate.results import plain
         from atoll.apps.evaluate.table import show
-        from atoll.core.device import device
-        from atoll.core.distributed import init_distributed
 
-        # Standard output is only for the result, so that --json can be piped; progress goes to standard error.
-        with redirect_stdout(sys.stderr), init_distributed(device()) as processes:
-            load = replace(self.evaluation.load, devices=processes.only_device(self.evaluation.load.devices))
-            result = evaluate(self.folder, config, replace(self.evaluation, load=load), processes=processes)
         if result is None:
             return  # the main process prints the metrics
         if self.json:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Positional, arg
 
-from atoll.cli.verb import RunFolder
+from atoll.api import ExportArguments
 
 
 @dataclass
@@ -88,59 +88,36 @@ examples:
             Console().print(as_table(conversion, self.source, self.destination))
 
 
-@dataclass
-class Export:
-    """Write a model of a run as a diffusers folder with a model card."""
+@dataclass(frozen=True)
+class Export(ExportArguments):
+    __doc__ = ExportArguments.__doc__
 
-    folder: RunFolder
-    """Folder of the run."""
-    destination: Annotated[Positional[Path], arg(metavar="DST")]
-    """Folder to write."""
-    model: str = "experts"
-    """Model to export: experts or students (with the router), expert:K, monolith, student or merged."""
-    merge: bool = False
-    """On a base model: write one expert as a whole network, with its adapter in the weights of the base."""
-    standalone: bool = False
-    """Also write the code of the pipeline, so that diffusers opens the folder without Atoll."""
-    license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
-    """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     json: bool = False
     """Print JSON."""
     epilog: ClassVar = """
 examples:
   atoll export runs/mine my-model --license cc-by-sa-4.0
-  atoll export runs/mine my-student --model student
-  atoll export runs/mine my-pipeline --standalone
+  atoll export runs/mine my-student --model student --standalone
 """
 
     def run(self) -> None:
         """Export, and print how to load the folder."""
-        from atoll.apps.models.export import export
         from atoll.experts.pipeline_folder import INDEX_FILE
 
-        made = export(
-            self.folder,
-            self.destination,
-            self.model,
-            license=self.license,
-            merge=self.merge,
-            standalone=self.standalone,
-        )
+        made, folder = self.call(), Path(self.destination)
         if self.json:
-            print(json.dumps({"folder": str(self.destination), "digest": made.digest, **made.content}))
+            print(json.dumps({"folder": str(folder), "digest": made.digest, **made.content}))
             return
         size = sum(entry.size for entry in made.files.values())
         card = "" if self.merge else "; its card is README.md"
-        print(f"{self.destination}: {len(made.files)} files, {size / 1e6:.1f} MB{card}. To use it:")
+        print(f"{folder}: {len(made.files)} files, {size / 1e6:.1f} MB{card}. To use it:")
         if self.merge:
-            print(f'  the network of its pipeline: AutoModel.from_pretrained("{self.destination}") of diffusers')
+            print(f'  the network of its pipeline: AutoModel.from_pretrained("{folder}") of diffusers')
             return
-        if not (self.destination / INDEX_FILE).is_file():
-            print(
-                f'  atoll.attach(pipe, "{self.destination}"), or pipe.load_lora_weights("{self.destination}/expert_0")'
-            )
+        if not (folder / INDEX_FILE).is_file():
+            print(f'  atoll.attach(pipe, "{folder}"), or pipe.load_lora_weights("{folder}/expert_0")')
             return
         if self.standalone:
-            print(f'  DiffusionPipeline.from_pretrained("{self.destination}", trust_remote_code=True) of diffusers')
+            print(f'  DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True) of diffusers')
             return
-        print(f'  AtollPipeline.from_pretrained("{self.destination}"), or atoll.load("{self.destination}")')
+        print(f'  AtollPipeline.from_pretrained("{folder}"), or atoll.load("{folder}")')

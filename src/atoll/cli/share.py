@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, Suppress, arg
 
-from atoll.cli.verb import KeyFile, Overrides, RunFolder
+from atoll.cli.verb import KeyFile, RunFolder
 from atoll.core.errors import AtollError
 from atoll.verify.untrusted import printable
 
@@ -77,7 +77,7 @@ class Join:
     """Fingerprint of the run, if the URL has none."""
     unsigned: bool = False
     """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
-    overrides: Overrides = field(default_factory=dict)
+    overrides: Annotated[dict[str, str], Suppress] = field(default_factory=dict)
 
     def run(self) -> None:
         """Train until no expert is left, or until Ctrl-C."""

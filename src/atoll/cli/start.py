@@ -1,21 +1,21 @@
 """Verbs that start a run: demo, init, config, prepare."""
 
 import json
-import os
 from dataclasses import dataclass, field
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import yaml
 from tyro.conf import arg
 
-from atoll.cli.verb import Overrides, RunFolder
+from atoll.api import PrepareArguments
+from atoll.cli.verb import RunFolder
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.errors import AtollError
-from atoll.core.names import StageName
+from atoll.core.errors import AtollError, unknown
+from atoll.core.options import Overrides
 from atoll.core.presets import NOTES, PRESETS, SUMMARIES
 
 
@@ -42,7 +42,7 @@ class Init:
     folder: RunFolder
     """Folder of the new run."""
     preset: Annotated[
-        Literal[tuple(PRESETS)] | None,  # type: ignore[valid-type]
+        str | None,
         arg(metavar=f"{{{','.join(PRESETS)}}}", help_behavior_hint="(default: emoji, or base with --base)"),
     ] = None
     """Preset to copy the settings from."""
@@ -70,6 +70,8 @@ class Init:
             raise AtollError(f"{file} exists; edit it, or overwrite it with --force")
         # Resolve first: nothing is written if an override is invalid, or if the base does not pass its check.
         preset = self.preset or ("emoji" if self.base is None else "base")
+        if preset not in PRESETS:
+            raise AtollError(unknown("preset", preset, PRESETS))
         config = configuration.resolve(PRESETS[preset], self.overrides, source="command line")
         if self.base is not None:
             config = self.check_base(self.base)
@@ -120,57 +122,25 @@ class ShowConfig:
         print(json.dumps(resolved) if self.json else yaml.safe_dump(resolved, sort_keys=False), end="")
 
 
-@dataclass
-class Prepare:
-    """Cluster and encode images into shards, one set per expert."""
+@dataclass(frozen=True)
+class Prepare(PrepareArguments):
+    __doc__ = PrepareArguments.__doc__
 
-    folder: RunFolder
-    """Folder of the run."""
-    stage: Annotated[tuple[StageName, ...], arg(help_behavior_hint="(default: all)")] = ()
-    """Stages to run; finished stages are skipped."""
-    worker: Annotated[str | None, arg(metavar="I/N", help_behavior_hint="(default: one for each visible GPU)")] = None
-    """Index of this worker, and number of workers that divide the images. The last one to end does the rest."""
     dry_run: bool = False
     """Print the detected source and the stages to run, and exit."""
     json: bool = False
     """With --dry-run, print JSON."""
-    overrides: Overrides = field(default_factory=dict)
 
     def run(self) -> None:
         """Run the stages, or print the plan."""
-        # The configuration is read before torch is imported: mistakes in it are reported at once.
-        config = configuration.load(self.folder, self.overrides)
-        from atoll.data.chunks import WorkerShare
-        from atoll.data.prepare import prepare
-
-        worker = WorkerShare.parse(self.worker or "0/1")
         if self.dry_run:
-            self.show(config)
-            return
-        if self.worker is None and not self.stage:
-            self.start_workers(config)
-        # After workers, this prints that all stages are done. If there were none, it does all the work.
-        prepare(self.folder, config, self.stage, worker=worker)
+            self.show()
+        else:
+            self.call()
 
-    def start_workers(self, config: configuration.Config) -> None:
-        """Divide the work among one process for each GPU, if there are several."""
-        from atoll.apps.launch.launch import submit
-        from atoll.apps.launch.launcher import SUBMISSION_VARIABLE, LaunchSettings
-        from atoll.apps.launch.local import Local, visible_gpus
-        from atoll.apps.launch.steps import LaunchRequest
-
-        # A job of a launcher has the GPUs that the launcher chose.
-        gpus = len(visible_gpus().names)
-        if gpus < 2 or SUBMISSION_VARIABLE in os.environ:
-            return
-        run = self.folder.resolve()
-        one_each = config.island.model_copy(update={"gpus": 1, "nodes": 1, "processes": None})
-        request = LaunchRequest(("prepare",), prepare_workers=gpus, overrides=self.overrides)
-        print(f"{gpus} GPUs: one worker on each; logs are in {run / layout.LAUNCH_LOGS}", flush=True)
-        submit(Local(LaunchSettings(run, one_each, max_parallel=gpus)), config, request)
-
-    def show(self, config: configuration.Config) -> None:
+    def show(self) -> None:
         """Print the plan."""
+        config = configuration.load(self.folder, self.texts)
         from atoll.data.prepare import open_preparation, plan, stages_of
         from atoll.data.sources.source import describe, survey
         from atoll.data.stages.ingest import open_configured
@@ -179,7 +149,7 @@ class Prepare:
         source = open_configured(config.data)
         if not self.json:
             describe(survey(source))
-        preparation = open_preparation(self.folder, config, source)
+        preparation = open_preparation(Path(self.folder), config, source)
         steps = [step for step in plan(preparation) if not self.stage or step["stage"] in self.stage]
         if self.json:
             print(json.dumps(steps))

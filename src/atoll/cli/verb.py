@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Protocol, runtime_checkable
 
-from tyro.conf import Positional, Suppress, arg
+from tyro.conf import Positional, arg
 
-Overrides = Annotated[dict[str, str], Suppress]
-"""Settings of a run (`--section.key VALUE`), removed from the command line before tyro parses the other options."""
+from atoll.core.options import Overrides
+
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN")]
 ModelArgument = Annotated[Positional[str], arg(metavar="RUN")]
 """A run, an export or a hub name. It is a text: a path would drop the `./` that distinguishes a folder from a name."""
@@ -23,4 +23,5 @@ class Verb(Protocol):
 class Configured(Protocol):
     """A verb that accepts settings of a run."""
 
-    overrides: Overrides
+    @property
+    def overrides(self) -> Overrides: ...

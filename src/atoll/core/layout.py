@@ -1,6 +1,7 @@
 """The paths of a run. Other modules take their paths from here, except for the few that only one module uses.
 
     RUN/atoll.yaml, report.html
+    RUN/images                                      images that `atoll.prepare(images=…)` was given
     RUN/root/000001-DIGEST.json                     versions of the root, if the run is shared (verify/trust.py)
     RUN/snapshot/000001-000004.json                 the finished networks as one signed model
     RUN/data/{ingest,features,clusters,latents,text,patches}
@@ -33,7 +34,7 @@ REPORT_FILE = "report.html"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE, PROGRESS_FILE = "metrics.jsonl", "progress.json"
 
-DATA = "data"
+DATA, IMAGES = "data", "images"
 INGEST, FEATURES, CLUSTERS = "data/ingest", "data/features", "data/clusters"
 LATENTS, TEXT, PATCHES, SHARDS = "data/latents", "data/text", "data/patches", "data/shards"
 LAUNCH = "launch"

@@ -360,7 +360,63 @@ class BaseConfig(NamedConfig):
         return patch if isinstance(patch, int) and not self.trace.packed else 1
 
 
-NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig | BaseConfig
+CLASS = "class"
+"""The key of a network of one's own in the configuration: `{class: package.module:Class, …}`."""
+
+
+@dataclass(frozen=True, config=_CHECKED)
+class OwnConfig:
+    """A network of one's own. Its class is code outside Atoll, so only runs of this machine open it (`nets/own.py`)."""
+
+    class_name: ClassVar[str] = "OwnNetwork"
+    path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """Module and class, as `package.module:Class`."""
+    fields: Annotated[ConfigJson, BeforeValidator(lambda fields: json.loads(json.dumps(fields)))]
+    """Keyword arguments of the class."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Parse the output of `to_dict`, or a choice in the configuration."""
+        fields = {name: value for name, value in values.items() if name not in (CLASS_NAME, CLASS)}
+        try:
+            return cls(values.get(CLASS, ""), fields)
+        except ValidationError as error:
+            raise AtollError(
+                f"class: expected package.module:Class, such as my_networks:ConvExpert, got {values.get(CLASS)!r:.80}"
+            ) from error
+
+    def to_dict(self) -> ConfigJson:
+        """Return the content of config.json."""
+        return {CLASS_NAME: self.class_name, CLASS: self.path, **self.fields}
+
+    # What the rest of Atoll asks for. A network without such a field does without it.
+
+    @property
+    def patch(self) -> int:
+        """What the sides of latents must be multiples of."""
+        return self._number("patch") or 1
+
+    @property
+    def text_width(self) -> int:
+        """Width of the text tokens; 0 for a network without text."""
+        return self._number("text_width")
+
+    @property
+    def pooled_width(self) -> int:
+        """Width of the pooled text; 0 for a network without."""
+        return self._number("pooled_width")
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 for a network without."""
+        return self._number("num_classes")
+
+    def _number(self, name: str) -> int:
+        value = self.fields.get(name)
+        return value if isinstance(value, int) else 0
+
+
+NetworkConfig = DiTConfig | RouterConfig | DiffusersConfig | BaseConfig | OwnConfig
 
 
 def read_network(values: Mapping[str, Any]) -> NetworkConfig:
@@ -372,6 +428,8 @@ def read_network(values: Mapping[str, Any]) -> NetworkConfig:
         return RouterConfig.from_dict(values)
     if kind == BaseConfig.class_name:
         return BaseConfig.from_dict(values)
+    if kind == OwnConfig.class_name:
+        return OwnConfig.from_dict(values)
     if kind not in DIFFUSERS_EXPERTS:
         known = (DiTConfig.class_name, RouterConfig.class_name, *DIFFUSERS_EXPERTS)
         raise AtollError(unknown("kind of network", kind, known))
@@ -403,6 +461,9 @@ def check_choice(choice: str | Mapping[str, Any], kind: Literal["DiT", "Router"]
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     if "base" in parts and kind == "DiT":
         lora_of(parts)
+        return
+    if CLASS in parts and kind == "DiT":
+        OwnConfig.from_dict(parts)
         return
     own, known = parts.pop(CLASS_NAME, kind), (kind,) if kind == "Router" else (kind, *DIFFUSERS_EXPERTS)
     if own not in known:

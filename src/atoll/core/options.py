@@ -1,18 +1,31 @@
-"""Options of sampling and of loading networks, nested in verbs, server and library.
+"""Options of sampling and of loading networks: fields of verbs, server and library.
 
 The docstrings of the fields are the help texts. No torch here: the command line imports this module.
 """
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from tyro.conf import arg
+from tyro.conf import Positional, Suppress, arg
 
 from atoll.core.errors import AtollError, unknown
 from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceWeights, SolverName
 
+Overrides = Annotated[Mapping[str, Any], Suppress]
+"""Settings of a run by dotted key. On the command line, `--section.key VALUE` is removed before tyro parses the rest.
+"""
+RunArgument = Annotated[Positional[str | Path], arg(metavar="RUN")]
+Options = TypeVar("Options")
 
-@dataclass(frozen=True)
+
+def part(kind: type[Options], options: Options) -> Options:
+    """Return the fields of `kind` among larger options, which inherit from it."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How every set of images is sampled."""
 
@@ -22,13 +35,17 @@ class SamplingOptions:
     """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
     seed: int = 0
     """Random seed of the initial noise."""
+    shift: float = 1.0
+    """Timestep shift; values above 1 take more steps at high noise."""
 
     def __post_init__(self) -> None:
         if self.guidance_weights not in get_args(GuidanceWeights):
             raise AtollError(unknown("guidance weights", self.guidance_weights, get_args(GuidanceWeights)))
+        if self.shift <= 0:
+            raise AtollError(f"expected shift > 0, got {self.shift}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleSettings(SamplingOptions):
     """All sampling settings of an image. Every image file contains them as metadata."""
 
@@ -42,8 +59,6 @@ class SampleSettings(SamplingOptions):
     """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
     rescale: float = 0.0
     """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
-    shift: float = 1.0
-    """Timestep shift; values above 1 take more steps at high noise."""
     scheduler_times: bool = False
     """Use the scheduler's own timesteps with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
 
@@ -54,10 +69,10 @@ class SampleSettings(SamplingOptions):
         if self.steps < 1:
             raise AtollError(f"expected steps >= 1, got {self.steps}")
         low, high = self.guidance_interval
-        if self.shift <= 0 or not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
+        if not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
             raise AtollError(
-                "expected shift > 0, rescale in [0, 1] and a guidance interval in [0, 1], got "
-                f"{self.shift}, {self.rescale} and {self.guidance_interval}"
+                "expected rescale in [0, 1] and a guidance interval in [0, 1], got "
+                f"{self.rescale} and {self.guidance_interval}"
             )
         if self.scheduler_times and self.solver in OWN_SOLVERS:
             raise AtollError(
@@ -77,7 +92,7 @@ class SampleSettings(SamplingOptions):
         return self.guidance_scale if low <= t <= high else 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """How networks are loaded for sampling."""
 
@@ -106,7 +121,7 @@ class LoadOptions:
         return replace(self, dtype="float32", compile=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizedLoadOptions(LoadOptions):
     """How networks are loaded to sample, but not to measure them: their weights may be rounded."""
 

@@ -1,10 +1,16 @@
-"""Progress of long work: a bar with rate and remaining time on a terminal, plain lines elsewhere."""
+"""Progress and messages of long work: a bar on a terminal, lines elsewhere, or calls of a Python function.
+
+The verbs print. The functions of `atoll` run the same code under `listening`, where nothing is printed.
+"""
 
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import IO, Protocol
 
 from tqdm import tqdm
 
@@ -13,6 +19,50 @@ _BAR = "{desc}: {percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} [{rate_noinv_fmt}<{
 
 # A choice: frequent enough to see that a job is alive, rare enough for a log of hours.
 SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """The state of some work, or a message."""
+
+    what: str
+    """Name of the work, such as `experts/000`; empty for a message."""
+    done: int
+    total: int
+    unit: str
+    """What `done` and `total` count: images, steps, jobs."""
+    text: str
+    """What the bar shows after the numbers, or the message."""
+
+
+OnProgress = Callable[[Update], object]
+_listener: ContextVar[OnProgress | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: OnProgress | None) -> Iterator[None]:
+    """Call `listener` instead of printing, in this thread."""
+    before = _listener.set(listener or (lambda _: None))
+    try:
+        yield
+    finally:
+        _listener.reset(before)
+
+
+def say(text: str, *, file: IO[str] | None = None) -> None:
+    """Print a message at once."""
+    if listener := _listener.get():
+        listener(Update("", 0, 0, "", text))
+    else:
+        print(text, file=file, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning; under `listening` it is one of Python's."""
+    if _listener.get():
+        warnings.warn(text, stacklevel=2)
+    else:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class Progress(Protocol):
@@ -53,10 +103,27 @@ class _Lines:
             print(f"{self.what}: {', '.join([*parts, *filter(None, [self.text])])}", file=sys.stderr, flush=True)
 
 
+class _Calls:
+    """Progress as calls of a listener."""
+
+    def __init__(self, what: str, total: int, done: int, *, unit: str, listener: OnProgress) -> None:
+        self.what, self.total, self.done, self.unit, self.text, self.listener = what, total, done, unit, "", listener
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        del refresh
+        self.text = s
+
+    def update(self, amount: int = 1) -> None:
+        self.done += amount
+        self.listener(Update(self.what, self.done, self.total, self.unit, self.text))
+
+
 @contextmanager
 def progress(what: str, total: int, done: int = 0, *, unit: str = "images") -> Iterator[Progress]:
     """Show the progress of work of `total` units, of which `done` were finished before."""
-    if sys.stderr.isatty():
+    if listener := _listener.get():
+        yield _Calls(what, total, done, unit=unit, listener=listener)
+    elif sys.stderr.isatty():
         with tqdm(
             total=total, initial=done, desc=what, unit="", unit_scale=True, dynamic_ncols=True, bar_format=_BAR
         ) as bar:

@@ -14,7 +14,8 @@ from typing import Any
 from atoll.core.config import Config
 from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError
-from atoll.core.networks import CLASS_NAME, DEFAULT_NAME, DIFFUSERS_EXPERTS, NAMES, read_network
+from atoll.core.networks import CLASS, CLASS_NAME, DEFAULT_NAME, DIFFUSERS_EXPERTS, NAMES, OwnConfig, read_network
+from atoll.core.progress import say
 from atoll.core.sizes import Size, bucket_sizes, nearest_size
 from atoll.data.chunks import prefetch
 from atoll.data.images import BadImage, image_size
@@ -37,7 +38,9 @@ def side_multiple(config: Config, factor: int) -> int:
     own = [] if config.student.network is None else [config.student.network]
     for choice in [*config.networks.values(), config.router.network, *own]:
         parts: Mapping[str, Any] = {"name": choice} if isinstance(choice, str) else choice
-        if parts.get(CLASS_NAME) in DIFFUSERS_EXPERTS:
+        if CLASS in parts:
+            patches.append(OwnConfig.from_dict(parts).patch)
+        elif parts.get(CLASS_NAME) in DIFFUSERS_EXPERTS:
             patches.append(read_network(parts).patch)
         else:
             patches.append(int(parts.get("patch", NAMES[parts.get("name", DEFAULT_NAME)]["patch"])))
@@ -66,10 +69,9 @@ def choose_sizes(data: DataSection, source: Source, *, images: int, multiple: in
         by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
         small = ", ".join(f"{size} ({count})" for size, count in by_count[:SHOWN])
         small += f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
-        print(
+        say(
             f"buckets: {len(kept)} sizes; fewer than {MIN_SHARE:.0%} of {len(shapes):,} sampled images are nearest to "
             f"these, and go to the next size: {small}",
-            flush=True,
         )
     return kept
 

@@ -21,6 +21,7 @@ from atoll.core.artifacts import Artifact, Content, Manifest, to_json
 from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError, listed
 from atoll.core.manifests import INGEST, IngestContent
+from atoll.core.progress import say
 from atoll.core.sizes import Size
 from atoll.data.buckets import choose_sizes
 from atoll.data.chunks import Chunks, read_rows, row_counts
@@ -87,9 +88,9 @@ class Listing(Content):
             # The sizes of a source that has changed stay the same, because unchanged chunks have them.
             sizes, (lengths, new, gone) = before.sizes, before.cut(artifact, source, data.chunk)
             if new and before.complete:
-                print(f"{len(new):,} new: {listed(new)}", flush=True)
+                say(f"{len(new):,} new: {listed(new)}")
             if gone:
-                print(f"{len(gone):,} gone: {listed(gone)}", flush=True)
+                say(f"{len(gone):,} gone: {listed(gone)}")
         made = cls(images=found.images, train=found.train, labels=found.labels, sizes=sizes, lengths=lengths)
         # Several workers may list the source at the same time. The first file counts for all of them.
         artifact.create(LISTING, to_json(made.model_dump(exclude_none=True)))

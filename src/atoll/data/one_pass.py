@@ -28,7 +28,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config_sections import DataSection
 from atoll.core.device import Download
 from atoll.core.errors import AtollError, listed
-from atoll.core.progress import progress
+from atoll.core.progress import progress, say
 from atoll.core.sizes import Size, nearest_size, upscaling
 from atoll.data.chunks import Chunks, WorkerShare, part_name, prefetch
 from atoll.data.images import BadImage, fit, image_size, open_image
@@ -246,9 +246,9 @@ def _known_keys(
             different |= zip((image.id for image in images), digests, strict=True)
     rows = before.rows(parts.artifact, ["id", "digest"]) if before and different else ()
     if changed := [row["id"] for _, row in rows if different.get(row["id"], row["digest"]) != row["digest"]]:
-        print(f"{len(changed):,} changed: {listed(changed)}", flush=True)
+        say(f"{len(changed):,} changed: {listed(changed)}")
     unchanged = sum(parts.artifact.path(PARTS.format(keys[chunk])).is_file() for chunk in unchecked)
-    print(f"{unchanged} of {len(unchecked)} chunks are unchanged", flush=True)
+    say(f"{unchanged} of {len(unchecked)} chunks are unchanged")
     return keys
 
 

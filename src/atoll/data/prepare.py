@@ -14,6 +14,7 @@ from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.names import StageName
+from atoll.core.progress import say
 from atoll.data import one_pass
 from atoll.data.buckets import side_multiple
 from atoll.data.chunks import WHOLE, WorkerShare
@@ -116,7 +117,7 @@ def _check_ready(stage: Stage, *, made_now: Sequence[Stage] = ()) -> bool:
         command = f"atoll prepare {stage.preparation.run} --stage {earlier.name}"
         raise AtollError(f"the stage {stage.name!r} needs the stage {earlier.name!r} first: {command}")
     if note := stage.note():
-        print(f"note: {note}", flush=True)
+        say(f"note: {note}")
     return True
 
 
@@ -129,7 +130,7 @@ def _report_if_done(stage: Stage) -> bool:
     for artifact, _ in stage.outputs():
         # A job that was killed right after its commit has left scratch files behind.
         artifact.sweep()
-    print(f"{stage.name}: already done", flush=True)
+    say(f"{stage.name}: already done")
     return True
 
 
@@ -143,7 +144,7 @@ def _finish(stage: Stage, worker: WorkerShare, start: float) -> bool:
         summary = stage.summary(stage.artifact.read(stage.kind))
     else:
         summary = f"this worker is done; all workers together: {stage.state()}"
-    print(f"{stage.name}: {summary} ({time.monotonic() - start:.1f} s)", flush=True)
+    say(f"{stage.name}: {summary} ({time.monotonic() - start:.1f} s)")
     return finished
 
 

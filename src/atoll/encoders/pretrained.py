@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atoll.core.artifacts import sha256_of
 from atoll.core.errors import AtollError, first_line
+from atoll.core.progress import say
 from atoll.encoders.hub import hint, local_folder
 from atoll.verify.untrusted import Foreign
 
@@ -41,7 +42,7 @@ def model_folder(name: str, patterns: Sequence[str] = _PATTERNS) -> Path:
 
     advice = hint(name)
     if advice:
-        print(f"note: {advice}", file=sys.stderr, flush=True)
+        say(f"note: {advice}", file=sys.stderr)
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=list(patterns))))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from atoll.core.device import compute_dtype
+from atoll.core.networks import OwnConfig
 from atoll.core.sizes import Size
 from atoll.encoders.autoencoder import Codec
 from atoll.encoders.base_pipeline import BasePipeline
@@ -140,6 +141,10 @@ def stream_size(network: nn.Module, shape: Sequence[int]) -> int:
     """Return the elements of the residual stream of one image: tokens x width; of the first level for a UNet."""
     if isinstance(network, DiT):
         patch, width = network.config.patch, network.config.width
+    elif isinstance(named := network.config, OwnConfig):
+        # The widest layer at every patch: more than most networks have.
+        outputs = [part.weight.shape[0] for part in network.modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+        patch, width = named.patch, max(outputs, default=1)
     elif isinstance(network, BaseExpert):
         # Most linear layers of a transformer take the residual stream.
         widths = [layer.in_features for layer in network.base.modules() if isinstance(layer, nn.Linear)]

@@ -27,7 +27,7 @@ from atoll.core.layout import CONFIG_FILE
 from atoll.core.names import GuidanceWeights, SolverName
 from atoll.core.networks import BaseConfig
 from atoll.core.options import SampleSettings
-from atoll.core.progress import progress
+from atoll.core.progress import progress, say, warn
 from atoll.core.sizes import Size
 from atoll.encoders.base_pipeline import BasePipeline
 from atoll.encoders.encoders import Encoders
@@ -224,7 +224,7 @@ class Sampler:
         chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
         parse(chosen.routing)  # raises an error for an unknown rule
         if (fixed := chosen.for_steps(self.ensemble.steps)) != chosen:
-            print(f"note: few-step students sample in {fixed.steps} Euler steps without guidance", file=sys.stderr)
+            say(f"note: few-step students sample in {fixed.steps} Euler steps without guidance", file=sys.stderr)
             chosen = fixed
         embeds = None
         if prompt_embeds is not None:
@@ -271,7 +271,7 @@ class Sampler:
         pairs = list(zip(turns(texts), turns(labels), strict=True))
         condition, rows = self._encode_distinct(pairs, turns(negatives), embeds=embeds, size=size)
         for warning in self._warnings(texts is not None, labels is not None, settings=chosen):
-            print(f"warning: {warning}", file=sys.stderr)
+            warn(warning)
         self.encoders.autoencoder()  # raises an error before the work if it is missing
 
         # Sample the batches of this process, each with its distinct conditions only.
@@ -441,7 +441,7 @@ class Sampler:
             )
         # The networks take any grid, so an unknown size may only be worse: a warning, not an error.
         if size not in known:
-            print(f"warning: this model was trained on {sizes}; images of {size} may be worse", file=sys.stderr)
+            warn(f"this model was trained on {sizes}; images of {size} may be worse")
         return Size(size.height // factor, size.width // factor)
 
     # From noise to latents

@@ -129,7 +129,8 @@ def _count(described: str, shape: tuple[int, ...], text: tuple[int, int] | None)
             reason = first_line(error)
             raise AtollError(f"a {config.class_name} does not take latents of shape {shape}: {reason}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    largest, muon = max(products, key=lambda product: product.flops), sum(m.flops for m in hidden_matrices(network))
+    largest = max(products, key=lambda product: product.flops, default=Product(1, 1, 1))  # or convolutions alone
+    muon = sum(m.flops for m in hidden_matrices(network))
     return Cost(parameters, counter.get_total_flops(), largest, muon, len(transformer_blocks(network)), sum(outputs))
 
 

@@ -13,7 +13,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER, NetworkContent
-from atoll.core.networks import BASE
+from atoll.core.networks import BASE, OwnConfig
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.encoders.base_pipeline import register_base
 from atoll.encoders.encoders import Encoders
@@ -21,6 +21,7 @@ from atoll.encoders.hub import public_name
 from atoll.experts.expert import Declaration, ModelReference, NetworkReference
 from atoll.nets import load_network
 from atoll.nets.io import WEIGHTS_FILE, tensors_of
+from atoll.nets.own import allow
 from atoll.nets.student import CLUSTERS, for_cluster
 from atoll.verify.local_trust import open_network
 from atoll.verify.verified_files import VerifiedFiles
@@ -71,7 +72,10 @@ def expert_of_run(run: Path, job: str, *, verify: bool = False) -> NetworkRefere
     artifact = Artifact(run, layout.final(job))
     if artifact.manifest() is None:
         raise AtollError(missing_network(run, job))
-    return reference_of_artifact(artifact, EXPERT, *open_network(artifact, EXPERT, verify=verify))
+    reference = reference_of_artifact(artifact, EXPERT, *open_network(artifact, EXPERT, verify=verify))
+    if isinstance(reference.declaration.network, OwnConfig):
+        allow(run, configuration.load(run))
+    return reference
 
 
 def _by_cluster(run: Path, reference: NetworkReference, verify: bool) -> list[NetworkReference]:

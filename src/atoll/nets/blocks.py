@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from atoll.core.device import ASYNCHRONOUS
 from atoll.core.errors import AtollError, first_line
+from atoll.core.networks import OwnConfig
 from atoll.nets.adapters import DiffusersExpert
 from atoll.nets.base import BaseExpert
 from atoll.nets.dit import DiT
@@ -34,6 +35,8 @@ def set_checkpointing(network: nn.Module, enabled: bool) -> None:
     """Choose whether a network computes its activations again in the backward pass. A router cannot."""
     if isinstance(network, DiT):
         network.checkpointing = enabled
+    elif isinstance(getattr(network, "config", None), OwnConfig) and enabled:
+        raise AtollError("train.activation_checkpointing: not for a network of your own; checkpoint in its forward")
     elif isinstance(network, DiffusersExpert | BaseExpert) and enabled:
         inner: Any = network.base if isinstance(network, BaseExpert) else network.model
         try:

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from atoll.core.networks import (
     BaseConfig,
     DiTConfig,
     NetworkConfig,
+    OwnConfig,
     RouterConfig,
     adapted,
     read_network,
@@ -25,6 +27,7 @@ from atoll.core.networks import (
 from atoll.nets.adapters import KINDS, DiffusersExpert
 from atoll.nets.base import BaseExpert
 from atoll.nets.dit import DiT
+from atoll.nets.own import open_own
 from atoll.nets.router import Router
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
@@ -135,6 +138,9 @@ def build(config: NetworkConfig) -> DiT | Router | DiffusersExpert | BaseExpert:
         return Router(config)
     if isinstance(config, BaseConfig):
         return BaseExpert(config)
+    if isinstance(config, OwnConfig):
+        own: Any = open_own(config)  # it implements `Expert`
+        return own  # type: ignore[no-any-return]
     try:
         return KINDS[config.class_name](**config.fields)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:

@@ -41,6 +41,7 @@ from atoll.core.errors import AtollError
 from atoll.core.host_memory import pinned_budget
 from atoll.core.layout import MANIFEST_FILE
 from atoll.core.manifests import CHECKPOINT, CheckpointContent
+from atoll.core.progress import say
 from atoll.train.ema import EMA
 
 CHUNK_BYTES = 64 << 20
@@ -283,7 +284,7 @@ class Checkpoints:
                 aside = artifact.folder.with_name(f"{artifact.folder.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 artifact.folder.rename(aside)
-                print(f"{artifact.folder} is damaged and was moved to {aside.name}: {error}", flush=True)
+                say(f"{artifact.folder} is damaged and was moved to {aside.name}: {error}")
                 continue
             artifact.check(CHECKPOINT, self.made_from)
             return images

@@ -23,6 +23,7 @@ from atoll.core.artifacts import Artifact, ArtifactKind, Inputs, Manifest
 from atoll.core.device import device as pick_device
 from atoll.core.distributed import DistContext, full_tensor, init_distributed
 from atoll.core.manifests import EXPERT, ROUTER, SHARDS, ComputeSpec
+from atoll.core.progress import say
 from atoll.core.sizes import Size
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
@@ -87,7 +88,7 @@ def train_job(spec: TrainSpec, callback: TrainCallback | None = None) -> Manifes
             return None
         # Left over if a job was killed between its commit and its end.
         shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)
-        print(f"{spec.result.folder} exists already", flush=True)
+        say(f"{spec.result.folder} exists already")
         return spec.result.open(kind).to_json().decode()
 
     with init_distributed(pick_device()) as processes:
@@ -153,9 +154,9 @@ def commit(
             made = spec.result.commit(content)
         else:
             # Files of two jobs must not be mixed: they round differently on different machines.
-            print(f"{spec.job}: another job has finished it meanwhile; its result is kept", flush=True)
+            say(f"{spec.job}: another job has finished it meanwhile; its result is kept")
         shutil.rmtree(spec.run / layout.checkpoints(spec.job), ignore_errors=True)
-        print(f"{spec.job}: done, {spec.result.folder}", flush=True)
+        say(f"{spec.job}: done, {spec.result.folder}")
         return made.to_json().decode()
 
     return processes.on_main(write)

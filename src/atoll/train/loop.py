@@ -32,6 +32,7 @@ from atoll.core.config_sections import TrainSection
 from atoll.core.device import ASYNCHRONOUS, compute_dtype
 from atoll.core.distributed import DistContext, full_tensor
 from atoll.core.errors import AtollError
+from atoll.core.progress import say
 from atoll.flow import rng
 from atoll.nets.blocks import compile_blocks, compiles_by_default, transformer_blocks
 from atoll.train.checkpoints import Checkpoints, CheckpointSaver, TrainState
@@ -286,7 +287,7 @@ def stop_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             if number in received:
                 raise KeyboardInterrupt
-            print("stopping: saving a checkpoint first (press Ctrl-C again to skip this)", file=sys.stderr, flush=True)
+            say("stopping: saving a checkpoint first (press Ctrl-C again to skip this)", file=sys.stderr)
         received.append(number)
 
     numbers = [signal.SIGTERM, signal.SIGUSR1]

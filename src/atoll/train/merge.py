@@ -19,6 +19,7 @@ from atoll.core.config import Config
 from atoll.core.device import device
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, SHARDS, ComputeSpec, ExpertContent, training_costs
+from atoll.core.progress import say
 from atoll.nets import build, load_network, save_network
 from atoll.train.job import build_task
 from atoll.train.spec import resolve_job
@@ -41,7 +42,7 @@ def merge(run: Path, config: Config) -> Manifest:
     data, seed = [own.open(SHARDS).digest for own in shards], {"seed": spec.settings.seed}
     made_from = {"job": spec.job, "data": data, "sources": digests, "train": seed}
     if done := spec.result.begin(EXPERT, made_from):
-        print(f"{spec.result.folder} exists already", flush=True)
+        say(f"{spec.result.folder} exists already")
         return done
     conditioning = frozenset[str](first.conditioning)
     opened = (VerifiedFiles(source, made) for source, made in zip(sources, manifests, strict=True))
@@ -66,7 +67,7 @@ def merge(run: Path, config: Config) -> Manifest:
     error = (
         "no validation images" if content.validation_loss is None else f"validation error {content.validation_loss:.4f}"
     )
-    print(f"{spec.job}: done, {error}, {spec.result.folder}", flush=True)
+    say(f"{spec.job}: done, {error}, {spec.result.folder}")
     return made
 
 

@@ -9,11 +9,13 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from atoll.core import layout
@@ -32,8 +34,8 @@ _STEPS = 50
 _SMOOTHING = 0.3
 """Weight of the last seconds in the shown speed, as in tqdm."""
 
-Tracker = Callable[[dict[str, float], int], None]
-"""Called with the metrics of a line and the images seen."""
+Tracker = Callable[[Mapping[str, float | Image], int], None]
+"""Called with the metrics of a line, or with an image, and the images seen."""
 
 
 class MetricsLogger(ExitStack):
@@ -61,7 +63,7 @@ class MetricsLogger(ExitStack):
             truncate_metrics(file, done)
             (self.folder / layout.PROGRESS_FILE).unlink(missing_ok=True)
             self._lines = self.enter_context(file.open("a", encoding="utf-8"))
-            self._trackers = [open_tracker(kind, self.folder, spec.job, stack=self) for kind in spec.settings.trackers]
+            self._trackers = [open_tracker(kind, spec, stack=self) for kind in spec.settings.trackers]
             self._bar = self.enter_context(progress(spec.job, self.total, done))
 
     @property
@@ -135,6 +137,14 @@ class MetricsLogger(ExitStack):
         self._lines.flush()
         (self.folder / layout.PROGRESS_FILE).unlink(missing_ok=True)  # the line is newer
 
+    def write_image(self, name: str, image: Image) -> None:
+        """Save a preview, and give it to the trackers."""
+        file = layout.preview(self.folder, self.done)
+        file.parent.mkdir(exist_ok=True)
+        image.save(file)
+        for track in self._trackers:
+            track({name: image}, self.done)
+
 
 def truncate_metrics(file: Path, images: int) -> None:
     """Remove the lines after the checkpoint that training resumes from, and an incomplete last line."""
@@ -150,22 +160,34 @@ def truncate_metrics(file: Path, images: int) -> None:
     file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
-def open_tracker(kind: str, folder: Path, name: str, *, stack: ExitStack) -> Tracker:
+def open_tracker(kind: str, spec: TrainSpec, *, stack: ExitStack) -> Tracker:
     """Open a tracker by name: tensorboard, or a module with the interface of wandb."""
+    folder = spec.run / spec.job
     try:
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             writer = stack.enter_context(SummaryWriter(str(folder / "tensorboard")))
 
-            def to_tensorboard(metrics: dict[str, float], images: int) -> None:
-                for key, value in metrics.items():
-                    writer.add_scalar(key, value, images)
+            def to_tensorboard(values: Mapping[str, float | Image], images: int) -> None:
+                for key, value in values.items():
+                    if isinstance(value, Image):
+                        writer.add_image(key, np.asarray(value), images, dataformats="HWC")
+                    else:
+                        writer.add_scalar(key, value, images)
 
             return to_tensorboard
         module = importlib.import_module(kind)
     except ImportError as error:
         raise AtollError(f"{kind} is not installed; pip install {kind}, or remove it from train.trackers") from error
-    module.init(project="atoll", name=name, **({"dir": str(folder)} if kind == "wandb" else {}))
+    options = {"dir": str(folder)} if kind == "wandb" else {}
+    # Each job is a run of the tracker. Its name has no slash, because Trackio stores images in a folder of this name.
+    name = spec.job.replace("/", "-")
+    module.init(project="atoll", group=spec.run.name, name=f"{spec.run.name}-{name}", **options)
     stack.callback(module.finish)
-    return lambda metrics, images: module.log(metrics, step=images)
+
+    def track(values: Mapping[str, float | Image], images: int) -> None:
+        shown = {key: module.Image(value) if isinstance(value, Image) else value for key, value in values.items()}
+        module.log(shown, step=images)
+
+    return track

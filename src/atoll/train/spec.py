@@ -23,6 +23,7 @@ from atoll.core.device import compute_dtype, device, dtype_name
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ObjectiveSpec, StartSpec, training_costs
 from atoll.core.networks import (
+    CLASS,
     CLASS_NAME,
     DEFAULT_NAME,
     NAMES,
@@ -30,6 +31,7 @@ from atoll.core.networks import (
     DiffusersConfig,
     DiTConfig,
     NetworkConfig,
+    OwnConfig,
     adapted,
     check_fits_data,
     lora_of,
@@ -41,6 +43,7 @@ from atoll.encoders.base_pipeline import register_base
 from atoll.experts.cost import image_cost
 from atoll.flow import objective
 from atoll.nets import build
+from atoll.nets.own import allow
 from atoll.train.align import AlignmentSpec
 
 _NO_EFFECT = {
@@ -115,6 +118,7 @@ def resolve_job(
     match_flops: Path | None = None,
 ) -> TrainSpec:
     """Resolve one job of a run. `match_flops` sets its total images to match the FLOPs of all experts of that run."""
+    allow(run, config)
     # What the kind of job chooses
     job, clusters = kind if expert is None else layout.expert_job(expert), tuple(range(config.clusters.count))
     choice, origin = config.networks["default"], "networks.default"
@@ -404,6 +408,10 @@ def _fitted_network(
     """Return a network by named size or fields, with the fields that the data needs; errors name its `origin`."""
     parts = {"name": choice} if isinstance(choice, str) else dict(choice)
     try:
+        if CLASS in parts and kind == "DiT":
+            known = {name: value for name, value in needed.items() if name not in ("size", "out_channels")}
+            check_fits_data(parts, known)
+            return OwnConfig.from_dict({**known, **parts})
         if parts.get(CLASS_NAME, kind) != kind:
             # The channels of a diffusers model, if given, must be those of the latents.
             channels = {"in_channels": needed["channels"], "out_channels": needed["channels"]}

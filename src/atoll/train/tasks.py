@@ -21,6 +21,7 @@ from atoll import flow
 from atoll.core.device import ASYNCHRONOUS, full_float32
 from atoll.core.distributed import ALONE, DistContext
 from atoll.core.manifests import BridgeSpec, ComputeSpec, DataSpec, ExpertContent, NetworkContent, RouterContent
+from atoll.core.progress import say
 from atoll.data.chunks import prefetch
 from atoll.data.dataset import Batch, Shards
 from atoll.experts.expert import Declaration, OpenExpert, condition_of
@@ -333,10 +334,9 @@ class RouterTask(Task):
         clean = accuracy.by_time[0]  # t < 0.1
         at_chance = clean is not None and clean < chance + CHANCE_MARGIN
         if at_chance and processes.rank == 0:
-            print(
+            say(
                 f"warning: the router is at chance even on clean images (accuracy {clean:.3f}, largest cluster "
                 f"{chance:.3f}): the clusters cannot be recognized from the images, or training was too short",
-                flush=True,
             )
         return RouterContent(
             **self.declared(compute, Summary.of(loss, t)),

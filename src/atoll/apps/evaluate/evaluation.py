@@ -184,7 +184,7 @@ class Evaluation:
 
     def _memory(self, model: EvaluatedModel, num_images: int) -> int:
         """Return the planned memory of sampling, in bytes."""
-        batch_size, guided = min(self.options.batch_size, num_images), self.options.settings.guidance_scale != 1
+        batch_size, guided = min(self.options.batch_size, num_images), self.options.guidance_scale != 1
         made_from = {
             "networks": model.digests(),
             "batch_size": batch_size,

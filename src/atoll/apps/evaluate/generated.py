@@ -27,6 +27,7 @@ from atoll.core.distributed import DistContext
 from atoll.core.errors import AtollError
 from atoll.core.names import Split
 from atoll.core.options import LoadOptions
+from atoll.core.progress import say
 from atoll.core.sizes import Size
 from atoll.data.chunks import Chunks
 from atoll.data.dataset import Shards
@@ -103,7 +104,7 @@ def prompts_of(run: Path, clusters: int, count: int, *, seed: int = 0, split: Sp
             f"the {split} split has no images to take prompts from; raise data.val_fraction or use --prompts train"
         )
     if empty:
-        print(f"no prompts for cluster {', '.join(map(str, empty))}: it has no {split} images", flush=True)
+        say(f"no prompts for cluster {', '.join(map(str, empty))}: it has no {split} images")
     trained = Shards.open(run, list(range(clusters))).cluster_sizes()
     wanted = shares([0 if cluster in empty else size for cluster, size in enumerate(trained)], count)
     found: list[tuple[str, int, int, str]] = []  # caption, label, cluster and size
@@ -226,7 +227,7 @@ def generate(
         for _ in sample_by_size(sampler, prompts.part([0]), replace(settings, steps=1), batch_size=batch_size):
             pass
         for chunk in mine:
-            print(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}", flush=True)
+            say(f"{model.label}: generating images for {purpose}, {chunk * CHUNK:,} of {len(prompts):,}")
             part = prompts.part(_rows(prompts, chunk))
             # The seed depends on the chunk and on no model, so every model and routing starts from the same noise.
             # The shift by 33 leaves 31 of the 64 bits: a positive seed for any generator.

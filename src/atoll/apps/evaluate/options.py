@@ -1,20 +1,20 @@
 """Options of an evaluation. They import no torch: the docstrings of the fields are the help of `atoll evaluate`."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import arg
 
 from atoll.core.errors import AtollError, unknown
 from atoll.core.names import SolverName, Split
-from atoll.core.options import LoadOptions, SampleSettings, SamplingOptions
+from atoll.core.options import LoadOptions, SampleSettings, SamplingOptions, part
 
 EvaluationPart = Literal["metrics", "diversity", "diagnostics", "trajectories"]
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(LoadOptions, SamplingOptions):
     """What to measure, and with how many images."""
 
     # 2500 is a little more than the 2049 images that an Inception covariance of 2048 dimensions needs. Published FID
@@ -29,7 +29,6 @@ class EvaluationOptions:
     """Number of solver steps, or several to compare."""
     solver: Annotated[tuple[SolverName, ...], arg(help_behavior_hint="(default: euler)")] = ()
     """ODE solver, or several to compare."""
-    settings: Annotated[SamplingOptions, OmitArgPrefixes] = field(default_factory=SamplingOptions)
     extractors: tuple[str, ...] = ("inception",)
     """Feature networks: inception (FID and KID as published), inception:FILE, efficientnet-lite0, or a hub name."""
     reference: Annotated[str, arg(metavar="{train,validation,FILE.npz}")] = "train"
@@ -53,16 +52,16 @@ class EvaluationOptions:
     """Parts of the evaluation to leave out."""
     batch_size: int = 64
     """Images per batch."""
-    load: Annotated[LoadOptions, OmitArgPrefixes] = field(default_factory=LoadOptions)
     allow_small: bool = False
     """Compute biased metrics from too few images; the real-vs-real baseline shows the bias."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.sampling()  # raises an error for wrong settings
         parts = get_args(EvaluationPart)
-        for part in self.without:
-            if part not in parts:
-                raise AtollError(unknown("part of the evaluation", part, parts))
+        for name in self.without:
+            if name not in parts:
+                raise AtollError(unknown("part of the evaluation", name, parts))
         if self.reference not in get_args(Split) and not self.reference.endswith(".npz"):
             raise AtollError(unknown("reference", self.reference, (*get_args(Split), "FILE.npz")))
         # A covariance needs two images; the real-vs-real baseline needs two such sets; a distance needs two images.
@@ -75,11 +74,16 @@ class EvaluationOptions:
 
     def sampling(self) -> list[SampleSettings]:
         """Return the settings that each model and routing is sampled with: one for each solver and number of steps."""
-        base = SampleSettings(**asdict(self.settings))
+        base = SampleSettings(**asdict(part(SamplingOptions, self)))
         solvers, steps = self.solver or (base.solver,), self.steps or (base.steps,)
         return [
             replace(base, solver=one, steps=count) for one in dict.fromkeys(solvers) for count in dict.fromkeys(steps)
         ]
+
+    @property
+    def load(self) -> LoadOptions:
+        """How networks are loaded."""
+        return part(LoadOptions, self)
 
     def does(self, part: EvaluationPart) -> bool:
         """Return whether a part is included."""

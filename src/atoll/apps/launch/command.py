@@ -20,6 +20,7 @@ from atoll.apps.share.lease_records import get_lease
 from atoll.apps.share.store import Store
 from atoll.core import layout
 from atoll.core.errors import AtollError
+from atoll.core.progress import say
 
 _SUBMISSION = "# submission: "
 """Start of the line of a script that names its submission."""
@@ -86,8 +87,8 @@ class Command(Launcher):
         self._waiting = [group for group in groups if unfinished & set(group.needs)]
         for group in groups:
             if group in self._waiting:
-                print(f"{group.name}: waits for {', '.join(unfinished & set(group.needs))}; launch again when it is "
-                      "done, or use --wait", file=sys.stderr, flush=True)  # fmt: skip
+                needed = ", ".join(unfinished & set(group.needs))
+                say(f"{group.name}: waits for {needed}; launch again when it is done, or use --wait", file=sys.stderr)
                 continue
             for step in group.steps:
                 self._submit_step(group, step)
@@ -126,7 +127,7 @@ class Command(Launcher):
         if result.returncode:
             script.unlink(missing_ok=True)
             raise AtollError(f"{shlex.join(words)}: {result.stderr.strip() or f'code {result.returncode}'}")
-        print(f"{step.name}: submitted {result.stdout.strip()}".rstrip(), file=sys.stderr, flush=True)
+        say(f"{step.name}: submitted {result.stdout.strip()}".rstrip(), file=sys.stderr)
 
     def _script(self, step: JobStep) -> Path:
         return self.settings.run / layout.LAUNCH_COMMAND / f"{step.name}.sh"

@@ -1,13 +1,15 @@
 """`atoll launch`: submit all unfinished jobs that are not running yet, with their dependencies."""
 
 import fcntl
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atoll.apps.launch.command import Command
-from atoll.apps.launch.launcher import Launcher
-from atoll.apps.launch.local import Local
+from atoll.apps.launch.launcher import SUBMISSION_VARIABLE, Launcher, LaunchSettings
+from atoll.apps.launch.local import Local, visible_gpus
 from atoll.apps.launch.ray import Ray
 from atoll.apps.launch.slurm import Slurm
 from atoll.apps.launch.steps import Group, LaunchRequest, missing_groups, with_flops
@@ -17,6 +19,7 @@ from atoll.apps.share.store import Store
 from atoll.core import layout
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
+from atoll.core.progress import say
 
 LAUNCHERS: dict[str, Callable[..., Launcher]] = {"local": Local, "slurm": Slurm, "ray": Ray, "command": Command}
 
@@ -92,7 +95,7 @@ def show(launcher: Launcher, config: Config, request: LaunchRequest) -> str:
     try:
         found = inspect_run(launcher, config, request)
     except AtollError as error:
-        print(f"{error}\nassuming that nothing is queued:", file=sys.stderr, flush=True)
+        say(f"{error}\nassuming that nothing is queued:", file=sys.stderr)
         found = LaunchState(missing_groups(launcher.settings.run, config, request), {}, {})
     return launcher.show(found.to_submit, found.active)
 
@@ -116,7 +119,7 @@ def submit(launcher: Launcher, config: Config, request: LaunchRequest, *, wait: 
     lines = [f"{step}: already running ({submission})" for step, submission in launch.running.items()]
     lines += [f"{group}: waits for {what}; launch again when it is done" for group, what in launch.blocked.items()]
     for line in lines or ([] if launch.groups else ["all requested jobs are done"]):
-        print(line, file=sys.stderr, flush=True)
+        say(line, file=sys.stderr)
     if not (wait or launcher.foreground):
         return launch
     launcher.wait(launch.groups)
@@ -127,6 +130,19 @@ def submit(launcher: Launcher, config: Config, request: LaunchRequest, *, wait: 
             "again to resume"
         )
     return launch
+
+
+def prepare_on_all_gpus(run: Path, config: Config, overrides: Mapping[str, str]) -> None:
+    """Divide the preparation among one process for each GPU, if there are several."""
+    # A job of a launcher has the GPUs that the launcher chose.
+    gpus = len(visible_gpus().names)
+    if gpus < 2 or SUBMISSION_VARIABLE in os.environ:
+        return
+    run = run.resolve()
+    one_each = config.island.model_copy(update={"gpus": 1, "nodes": 1, "processes": None})
+    say(f"{gpus} GPUs: one worker on each; logs are in {run / layout.LAUNCH_LOGS}")
+    request = LaunchRequest(("prepare",), prepare_workers=gpus, overrides=overrides)
+    submit(Local(LaunchSettings(run, one_each, max_parallel=gpus)), config, request)
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:

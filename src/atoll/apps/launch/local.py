@@ -20,7 +20,7 @@ from atoll.apps.launch.steps import Group, JobStep
 from atoll.core import layout
 from atoll.core.errors import AtollError
 from atoll.core.metrics_file import progress_of
-from atoll.core.progress import progress
+from atoll.core.progress import progress, say
 
 # Short compared with the start of a job (seconds), so that a free slot is filled without delay.
 _PAUSE = 0.1
@@ -135,7 +135,7 @@ class Local(Launcher):
 
         def request_stop(*_: object) -> None:
             self._stop = True
-            print("stopping: waiting for running jobs to save", file=sys.stderr, flush=True)
+            say("stopping: waiting for running jobs to save", file=sys.stderr)
 
         before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         steps = [step for group in self._groups for step in group.steps]
@@ -196,7 +196,7 @@ class Local(Launcher):
         free = sorted(set(range(self.max_parallel)) - {running.slot for running in self._running})
         for slot, (group, step) in zip(free, self._startable(), strict=False):
             length = f" for {step.images:,} images" if step.images else ""
-            print(f"{step.name}: started{length}, log in {self._log(step)}", file=sys.stderr, flush=True)
+            say(f"{step.name}: started{length}, log in {self._log(step)}", file=sys.stderr)
             process = subprocess.Popen(
                 self.settings.command(group, step), env={**os.environ, **self.environment(group, slot)},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
@@ -212,13 +212,13 @@ class Local(Launcher):
             self._running.remove(running)
             if code == 0:
                 self._left[running.group.name].discard(running.step.name)
-                print(f"{running.step.name}: done", file=sys.stderr, flush=True)
+                say(f"{running.step.name}: done", file=sys.stderr)
             elif code != RETRY_CODE and code > 0:
                 self._failed.append(running.step.name)
                 log = self._log(running.step)
                 text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
                 lines = [f"{running.step.name}: failed with code {code}", *text.splitlines()[-_LAST_LINES:]]
-                print("\n".join(lines), file=sys.stderr, flush=True)
+                say("\n".join(lines), file=sys.stderr)
 
     def _log(self, step: JobStep) -> Path:
         return self.settings.run / layout.LAUNCH_LOGS / f"{step.name}.log"

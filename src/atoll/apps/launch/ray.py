@@ -19,6 +19,7 @@ from uuid import uuid4
 from atoll.apps.launch.launcher import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE, Launcher
 from atoll.apps.launch.steps import Group
 from atoll.core.errors import AtollError
+from atoll.core.progress import say
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -97,7 +98,7 @@ class Ray(Launcher):
             raise AtollError("--max-parallel is for local and slurm; on Ray the resources of the cluster decide")
         self.ray.get(self._owner(create=True).submit.remote(self.tasks(groups)))
         for group in groups:
-            print(f"{group.name}: {len(group.steps)} tasks", file=sys.stderr, flush=True)
+            say(f"{group.name}: {len(group.steps)} tasks", file=sys.stderr)
 
     def tasks(self, groups: Sequence[Group]) -> list[RayTask]:
         """Return the steps as tasks."""
@@ -203,7 +204,7 @@ def run_on_nodes(task: RayTask, *needs: None) -> None:
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise
-            print(f"{task.name}: a node was lost ({type(error).__name__}); starting again", flush=True)
+            say(f"{task.name}: a node was lost ({type(error).__name__}); starting again")
         finally:
             remove_placement_group(group)  # also kills the processes that still run on these nodes
 

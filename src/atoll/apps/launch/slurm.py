@@ -16,6 +16,7 @@ from atoll.apps.launch.launcher import RETRY_CODE, SUBMISSION_VARIABLE, Launcher
 from atoll.apps.launch.steps import Group
 from atoll.core import layout
 from atoll.core.errors import AtollError
+from atoll.core.progress import say
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Slurm(Launcher):
         for group in groups:
             script = self._script(group, active, new)
             new[group.name] = _slurm("sbatch", "--parsable", stdin=script).strip().split(";")[0]
-            print(f"{group.name}: {len(group.steps)} in job {new[group.name]}", file=sys.stderr, flush=True)
+            say(f"{group.name}: {len(group.steps)} in job {new[group.name]}", file=sys.stderr)
 
     def _job_name(self, group: Group) -> str:
         return f"atoll-{self.run_id}-{group.name}"

@@ -31,8 +31,8 @@ from atoll.core import layout
 from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ExpertContent, PipelineContent, RouterContent
-from atoll.core.networks import LOCAL, BaseConfig
-from atoll.core.progress import progress
+from atoll.core.networks import LOCAL, BaseConfig, OwnConfig
+from atoll.core.progress import progress, say
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.base_pipeline import BaseName
 from atoll.encoders.encoders import source_folders
@@ -77,6 +77,12 @@ def export(
         return _export_merged(run, destination, model)
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
+    for declared in ensemble.declarations:
+        if isinstance(declared.network, OwnConfig):
+            raise AtollError(
+                f"{declared.name} is a {declared.network.path}, code outside Atoll; an export has networks of Atoll "
+                "and diffusers only, so that whoever opens it runs no code of strangers"
+            )
     # Without a router only `nearest` can combine experts, and it needs the density of every cluster. Testing from the
     # second expert on exempts a model of one network.
     if ensemble.router is None and any(reference.density is None for reference in ensemble.references[1:]):
@@ -136,7 +142,7 @@ def _copy_origin(run: Path, artifact: Artifact, model: str, trained: Mapping[str
     configurations = [file for own in files.values() for file in own.values() if file.suffix == ".json"]
     local = LOCAL in (content.latents.autoencoder, content.text and content.text.encoder)
     if local and any(b'name_or_path"' in file.read_bytes() for file in configurations):
-        print("note: an encoder has the path of a folder, so root and snapshot are not part of the export", flush=True)
+        say("note: an encoder has the path of a folder, so root and snapshot are not part of the export")
         return
     networks = {job: manifest.digest for job, manifest in trained.items()}
     if not copy_trust(run, artifact, networks, whole=model == "experts"):

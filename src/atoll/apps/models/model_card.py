@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from atoll.core import layout
 from atoll.core.artifacts import Artifact
@@ -16,6 +18,7 @@ from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent
 from atoll.core.sizes import Size
 from atoll.core.version import __version__
 from atoll.nets import build, count_parameters
+from atoll.verify.local_trust import local_snapshot, local_trust
 
 CARD_FILE = "README.md"
 REQUIREMENTS = "torch diffusers transformers pydantic"
@@ -54,6 +57,7 @@ def model_card(data: CardData) -> str:
     task = "text-to-image" if data.conditioned_on else "unconditional-image-generation"
     license = [f"license: {data.license}"] if data.license else []
     front = ["library_name: diffusers", f"pipeline_tag: {task}", "tags: [atoll, decentralized-diffusion]"]
+    front += _results(data, task)
     limitations = ["- The model reflects the content, gaps and biases of its training images and captions."]
     if len(data.experts) > 1:
         limitations += [
@@ -69,6 +73,7 @@ def model_card(data: CardData) -> str:
         _usage(data),
         _data(data),
         _clusters(data),
+        _contributors(data),
         _training(data),
         _evaluation(data),
         "\n".join(["## Limitations", "", *limitations]),
@@ -195,6 +200,22 @@ def _clusters(data: CardData) -> str:
     return "\n".join(["## Clusters", "", text, "", *_table(("cluster", "training images", "validation images"), rows)])
 
 
+def _contributors(data: CardData) -> str:
+    """Return who signed the networks of a shared run; nothing for any other run."""
+    trust = local_trust(data.run)
+    signed = local_snapshot(data.run, trust) if trust else None
+    if trust is None or signed is None:
+        return ""
+    rows = []
+    for content in [*data.experts, *([data.router] if data.router else [])]:
+        if network := signed.content.networks.get(content.job):
+            name = trust.current.signer_name(network.publisher, "publish", content.job)
+            rows.append((content.job, name or "not listed any more", network.publisher))
+    heads = ("network", "trained by", "public key")
+    about = "Each network is signed by whoever trained it."
+    return "\n".join(["## Contributors", "", about, "", *_table(heads, rows)]) if rows else ""
+
+
 def _training(data: CardData) -> str:
     rows = []
     networks = [*data.experts, *([data.router] if data.router else [])]
@@ -216,11 +237,36 @@ def _training(data: CardData) -> str:
     return "\n".join(["## Training", "", *_table(heads, rows), "", total])
 
 
-def _evaluation(data: CardData) -> str:
+def _evaluated(data: CardData) -> list[dict[str, Any]]:
+    """Return the results of this model in the last evaluation, one for each row."""
     # Read as plain JSON: a card can be written even if another version of Atoll evaluated the run.
     file = data.run / layout.LATEST_EVALUATION
     models = json.loads(file.read_text(encoding="utf-8"))["models"] if file.is_file() else []
-    evaluated = [model for model in models if model.get("model") == data.model and model.get("metrics")]
+    return [model for model in models if model.get("model") == data.model and model.get("metrics")]
+
+
+def _results(data: CardData, task: str) -> list[str]:
+    """Return the metrics as `model-index` of the front matter, from which the hub makes its table."""
+    results = []
+    for model in _evaluated(data):
+        for extractor, metrics in model["metrics"].items():
+            reference = metrics.get("protocol", {}).get("reference") or {}
+            kid, inception = metrics.get("kid"), extractor == "inception"
+            found = [{"type": "fid" if inception else "frechet_distance", "value": round(metrics["frechet"], 2)}]
+            found += [{"type": "kid", "value": round(kid["value"], 5)}] if kid else []
+            dataset = {"name": f"{data.experts[0].source}, {reference.get('source', 'train')} images", "type": "images"}
+            named = [
+                {**each, "name": f"{each['type']} ({extractor}, {model.get('label', data.model)})"} for each in found
+            ]
+            results.append({"task": {"type": task}, "dataset": dataset, "metrics": named})
+    if not results:
+        return []
+    index = [{"name": data.name, "results": results}]
+    return yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True).splitlines()
+
+
+def _evaluation(data: CardData) -> str:
+    evaluated = _evaluated(data)
     if not evaluated:
         return "## Evaluation\n\nThis model has not been evaluated."
     rows, protocols = [], {}

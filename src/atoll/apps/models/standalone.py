@@ -27,10 +27,12 @@ _OMIT = (
     "atoll.encoders.encoders:Encoders.of_folder",
     "atoll.experts.network_folder:NetworkFolder._check_declaration",
 )
-# Experts on a base are not part of such a folder, and who opens it with its own code trusts it as a whole.
+# Experts on a base and networks of one's own are not part of such a folder, and who opens it with its own code trusts
+# it as a whole.
 _REPLACE = {
     "atoll.encoders.base_pipeline:BasePipeline": "class BasePipeline: pass",
     "atoll.nets.base:BaseExpert": "class BaseExpert: pass",
+    "atoll.nets.own:open_own": "def open_own(config): raise ImportError(config.path)",
     "atoll.experts.pipeline_folder:COMPONENTS": "COMPONENTS = __name__",
     "atoll.verify.local_trust:signed_networks": "def signed_networks(folder): return None",
     "atoll.verify.trust:Network": "class Network: pass",

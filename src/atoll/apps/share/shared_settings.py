@@ -16,7 +16,7 @@ from atoll.core import config as configuration
 from atoll.core.config import Config, PlainLoader
 from atoll.core.config_sections import TrainSection
 from atoll.core.errors import AtollError
-from atoll.core.networks import BASE, LOCAL
+from atoll.core.networks import BASE, CLASS, LOCAL
 from atoll.encoders.hub import public_name
 from atoll.verify.untrusted import MAX_TEXT, Refused, check_bounded
 
@@ -80,6 +80,8 @@ def shared_part(config: Config) -> bytes:
     for section, key in NAMES:
         values[section][key] = public_name(values[section][key])
     for network in values["networks"].values():
+        if isinstance(network, dict) and CLASS in network:
+            raise AtollError(f"networks: {network[CLASS]} is code outside Atoll, which a shared run cannot have")
         if isinstance(network, dict) and "base" in network:
             network["base"] = public_name(network["base"])
     return yaml.safe_dump(values, sort_keys=True).encode()
@@ -142,6 +144,8 @@ def _check_section(section: object, content: Any, source: str) -> None:
         if key == "ema":
             _check_ema(value, f"{source}: {where}")
         elif section in ("experts", "networks") or key in ("network", "align"):
+            if isinstance(value, dict) and CLASS in value:
+                raise Refused(f"{source}: {where} names a class outside Atoll, which a shared run cannot have")
             check_bounded(value, where)
         else:
             _check_number(value, str(key), f"{source}: {where}")

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.core.names import Split
+from atoll.core.progress import say
 from atoll.data.images import BadImage
 
 __all__ = ["Source", "SourceImage", "SourceOptions", "describe", "survey"]
@@ -183,6 +184,12 @@ def survey(source: Source, examples: int = 5) -> Survey:
 
 def describe(found: Survey, console: Console | None = None) -> None:
     """Print the kind, the number of images and the examples."""
+    if console is None:
+        console = Console()
+        with console.capture() as captured:
+            describe(found, console)
+        say(captured.get().rstrip("\n"))
+        return
     table = Table()
     # One line per image: long cells end in an ellipsis. rich narrows the columns without `no_wrap` first, so the
     # caption gets what the other columns leave.
@@ -194,13 +201,12 @@ def describe(found: Survey, console: Console | None = None) -> None:
         others = f" (+{len(image.captions) - 1})" if len(image.captions) > 1 else ""
         cells = (image.id, (image.caption or "-") + others, image.label or "-", image.split)
         table.add_row(*(Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells))
-    console = console or Console()
     validation = found.images - found.train
     console.print(f"{found.kind}: {found.images:,} images, {validation:,} of them for validation", markup=False)
     if found.ignored:
         suffixes = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(found.ignored.items()))
         console.print(f"ignored files: {suffixes}", markup=False)
     console.print(table)
-    # Values of attributes are long (attributions, licenses) and often equal in all images, so only their names follow.
+    # Values of attributes are long (attributions, licenses) and often equal in all images: only their names follow.
     if attributes := list(dict.fromkeys(name for image in found.examples for name in image.attributes)):
         console.print(f"attributes: {', '.join(attributes)}", markup=False)

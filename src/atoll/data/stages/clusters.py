@@ -27,7 +27,7 @@ from atoll.core.artifacts import Artifact, Inputs, to_json
 from atoll.core.config_sections import ClustersSection
 from atoll.core.errors import AtollError
 from atoll.core.manifests import CLUSTERS, FEATURES, ClustersContent
-from atoll.core.progress import progress
+from atoll.core.progress import progress, say
 from atoll.core.sizes import Size, nearest_size
 from atoll.data.chunks import Chunks, read_rows
 from atoll.data.images import THUMBNAIL, BadImage, fit, image_size, open_image, sheet
@@ -80,13 +80,12 @@ class ClustersStage(Stage):
             before = pq.read_table(artifact.path(ASSIGNMENTS), columns=["id"])["id"]
             now = pq.read_table(self.preparation.open_index().artifact.path(IMAGES), columns=["id"])["id"]
             if same and pc.mean(pc.is_in(before, value_set=now.combine_chunks())).as_py() >= 0.5:
-                print("clusters: kept; new images go to the nearest center", flush=True)
+                say("clusters: kept; new images go to the nearest center")
                 artifact.path(CENTROIDS).replace(artifact.path(_KEPT))
             else:
-                print(
+                say(
                     "clusters: made again, because most images, the features network or clusters.method do not allow "
                     "to keep them",
-                    flush=True,
                 )
         artifact.restart(self.kind, inputs, keep=lambda path: path.name == _KEPT)
 
@@ -164,7 +163,7 @@ class Partition:
             return
         rows = self._subset(self.settings.sample_rows)
         count = fine_count(len(rows), self.settings.count, self.settings.num_fine)
-        print(f"clusters: fitting {count:,} fine centers to {len(rows):,} images", flush=True)
+        say(f"clusters: fitting {count:,} fine centers to {len(rows):,} images")
         centers = fit_fine(rows, count, self.settings.iterations, seed=self.settings.seed)
         self.artifact.write_tensors(_CENTERS, {"fine": torch.from_numpy(centers)})
 

@@ -24,6 +24,7 @@ from atoll.core.config_sections import DataSection
 from atoll.core.errors import AtollError, shown
 from atoll.core.manifests import INGEST, BucketContent, IngestContent
 from atoll.core.prepared import READING
+from atoll.core.progress import say
 from atoll.core.sizes import Size, cropped_share
 from atoll.data.chunks import Chunks
 from atoll.data.images import BadImage
@@ -157,7 +158,7 @@ class IngestStage(Stage):
 
     def restart(self, artifact: Artifact, inputs: Inputs) -> None:
         """Keep the parts of the chunks, and note where the chunks began."""
-        print(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again", flush=True)
+        say(f"the source has changed since {artifact.folder} was begun; unchanged chunks are used again")
         committed = artifact.manifest() is not None
         if self.preparation.listing and (committed or not artifact.path(BEFORE).is_file()):
             known = self.preparation.chunk_keys(again=True)
