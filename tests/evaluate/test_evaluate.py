@@ -116,7 +116,7 @@ def test_costs_follow_solver_and_guidance(trained: Path) -> None:
 def test_cached_results_depend_on_the_prompts_and_the_router(trained: Path, tmp_path: Path) -> None:
     config = configuration.load(trained)
     how: dict[str, Any] = {"models": ("experts",), "routings": ("nearest",), "num_trajectories": 3, "num_val": 6}
-    how |= {"without": ("metrics", "diversity"), "steps": 2}
+    how |= {"without": ("metrics", "diversity"), "steps": (2,)}
     shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
     held, seen = (
         evaluate(tmp_path / "run", config, EvaluationOptions(**how, prompts=split)) for split in ("validation", "train")

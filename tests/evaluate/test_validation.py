@@ -23,7 +23,7 @@ ROUNDING = 1e-5
 
 
 def diagnose(run: Path, **options: Any) -> Diagnostics:
-    settings = {"steps": 2, "seed": 5}  # the sampling seed must not affect validation
+    settings = {"steps": (2,), "seed": 5}  # the sampling seed must not affect validation
     without = ("metrics", "diversity", "trajectories")
     chosen = EvaluationOptions(routings=("top-1", "oracle"), **settings, without=without, **options)
     found = evaluate(run, configuration.load(run), chosen).diagnostics
