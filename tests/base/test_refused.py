@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from atoll.encoders.trace import Refused, trace
+from atoll.encoders.trace import UntraceableError, trace
 from base.test_trace import SMALL, WIDE, recorder
 from base.tiny import FAMILIES, scheduler, t5, tokenizer, vae
 
@@ -60,14 +60,14 @@ def test_a_pipeline_that_is_no_base_is_refused_with_its_reason(make: Any) -> Non
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
-    with pytest.raises(Refused, match=REFUSED[make][1]):
+    with pytest.raises(UntraceableError, match=REFUSED[make][1]):
         trace(recorder(pipe, max_sequence_length=48), SMALL, WIDE)
 
 
 @pytest.mark.parametrize("reason", SCHEDULERS)
 def test_a_scheduler_that_is_not_understood_is_refused_with_its_reason(reason: str) -> None:
     kind, settings = SCHEDULERS[reason]
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(UntraceableError, match=reason):
         trace(recorder(with_scheduler(kind, **settings)), SMALL, WIDE)
 
 

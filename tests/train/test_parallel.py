@@ -95,7 +95,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_one_and_back(parallel: str, al
     run = new_run(train={"parallel": parallel, "save_every": 64, "keep_last": 99})
     kill_two_at(run, 64)
     one = start(run, "--expert", "0", "--train.total_images", "1000000")
-    wait_for(lambda: checkpoint(run, 128).exists())
+    wait_for(lambda: checkpoint(run, 128).exists() or not one.is_alive())
     os.kill(one.pid, signal.SIGKILL)
     one.join()
     uncommit_after(run, 128)
@@ -128,10 +128,12 @@ def test_a_signal_to_torchrun_saves_one_checkpoint(alone: Path, new_run: Copy) -
 
 
 def kill_tree(pid: int) -> None:
-    """Kill torchrun and its workers: a killed agent leaves its workers behind."""
+    """Kill torchrun and its workers, and wait for their end: a killed agent leaves its workers behind."""
     agent = psutil.Process(pid)
-    for process in [*agent.children(recursive=True), agent]:
+    processes = [*agent.children(recursive=True), agent]
+    for process in processes:
         process.kill()
+    psutil.wait_procs(processes)  # until then, the lease is that of a live process
 
 
 TIMESTEP = """

@@ -89,6 +89,12 @@ def test_a_hundred_kills_in_one_job(new_run: Copy) -> None:
     sweep(new_run, 100)
 
 
+def stop_in_a_terminal() -> None:
+    """As stop_at_the_first_line, with the usual handler of Ctrl-C: in the background of a shell it is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop_at_the_first_line()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_exits_with_the_requeue_code(number: int, new_run: Copy) -> None:
     straight, interrupted = (
@@ -96,7 +102,7 @@ def test_a_signal_saves_and_exits_with_the_requeue_code(number: int, new_run: Co
         new_run("interrupted", train={"save_every": 10_000}),
     )
     assert finish(straight, "--expert", "0") == 0
-    process = start(interrupted, "--expert", "0", "--train.log_every", "8", prepare=stop_at_the_first_line)
+    process = start(interrupted, "--expert", "0", "--train.log_every", "8", prepare=stop_in_a_terminal)
     with stopped(process):
         os.kill(process.pid, number)
     process.join(HOUR)

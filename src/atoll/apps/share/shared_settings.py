@@ -14,7 +14,7 @@ import yaml
 
 from atoll.core import config as configuration
 from atoll.core.config import Config, PlainLoader
-from atoll.core.config_sections import TrainSection
+from atoll.core.config_sections import StudentSection, TrainSection
 from atoll.core.errors import AtollError
 from atoll.core.networks import BASE, CLASS, LOCAL
 from atoll.encoders.hub import public_name
@@ -35,7 +35,7 @@ SHARED: Mapping[str, frozenset[str] | None] = {
     "shared_start": None,
     "router": None,
     "monolith": None,
-    "student": None,
+    "student": frozenset(StudentSection.model_fields) - {"init_from"},
 }
 """The shared sections, each with its shared keys; None stands for all keys."""
 NAMES = (("features", "model"), ("latents", "autoencoder"), ("text", "encoder"))
