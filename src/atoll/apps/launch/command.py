@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from atoll.apps.launch.launcher import POLL_SECONDS, RETRY_CODE, SUBMISSION_VARIABLE, Launcher
 from atoll.apps.launch.steps import Group, JobStep
-from atoll.apps.launch.supervisor import LEASE_SECONDS, is_dead
+from atoll.apps.launch.supervisor import LEASE_SECONDS
 from atoll.apps.share.lease_records import get_lease
 from atoll.apps.share.store import Store
 from atoll.core import layout
@@ -54,7 +54,7 @@ class Command(Launcher):
             )
 
     def active_steps(self, groups: Sequence[Group]) -> dict[str, str]:
-        """Return the steps whose scripts exist, except for those whose last attempt has died."""
+        """Return the steps whose scripts exist, except for those whose last attempt has ended or expired."""
         store, found = Store.open(self.settings.run), {}
         for step in (step for group in groups for step in group.steps):
             try:
@@ -64,8 +64,9 @@ class Command(Launcher):
             submission = next(line.removeprefix(_SUBMISSION) for line in lines if line.startswith(_SUBMISSION))
             lease = get_lease(store, step.name)
             if lease is not None and submission in lease.record.holder.split(" "):
-                # It has begun. Between two attempts its lease is released, for much less time than a lease lasts.
-                held = lease.record.state == "held" and not lease.expired and not is_dead(lease)
+                # It has begun. Between two attempts its lease is released, or held by a killed one, for much less time
+                # than a lease lasts.
+                held = lease.record.state == "held" and not lease.expired
                 if not held and not (lease.record.state == "released" and lease.age < LEASE_SECONDS):
                     continue
             found[step.name] = submission
