@@ -119,7 +119,7 @@ class Smoke:
         shutil.rmtree(written.parent, ignore_errors=True)
         process = self.start("train", self.run, "--expert", "0", "--train.save_every", "1000000")
         self.wait(lambda: process.poll() is not None or (written.is_file() and written.read_text() != ""), process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         self.finish(process, codes=(75,))  # 75: interrupted and saved
 
     def resume(self) -> None:
