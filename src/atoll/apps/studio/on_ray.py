@@ -11,9 +11,11 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from types import FrameType
 from typing import Any
 from uuid import uuid4
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
@@ -148,10 +150,16 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
+class FrontServer(uvicorn.Server):
+    """A server that does not raise its signals again at the end, where Ray's handler would exit with an error."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        """Finish running requests; after a second signal, exit at once."""
+        self.force_exit, self.should_exit = self.should_exit, True
+
+
 def serve_on_ray(source: str, load: QuantizedLoadOptions, options: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM, then remove the replicas."""
-    import uvicorn
-
     check(source, options)
     fewest, most = options.replicas
     if not 1 <= fewest <= most:
@@ -182,6 +190,6 @@ def serve_on_ray(source: str, load: QuantizedLoadOptions, options: ServerOptions
         config = server_config(SecurityMiddleware(Front(handle), token))
         config.lifespan, config.timeout_graceful_shutdown = "off", int(options.grace)
         print(f"{fewest} of {most} replicas are ready", file=sys.stderr, flush=True)
-        uvicorn.Server(config).run([listener])
+        FrontServer(config).run([listener])
     finally:
         serve.delete(name)
