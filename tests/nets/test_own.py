@@ -81,6 +81,17 @@ def test_a_manifest_alone_imports_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert not imported.exists()
 
 
+def test_what_is_no_network_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = tmp_path / "called"
+    (tmp_path / "evil_network.py").write_text(f"def program(**fields): open({str(called)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "evil_network", raising=False)
+    own._allowed.add("evil_network:program")
+    with pytest.raises(AtollError, match=r"is no torch\.nn\.Module"):
+        build(read_network({"_class_name": "OwnNetwork", "class": "evil_network:program"}))
+    assert not called.exists()
+
+
 def test_only_the_classes_of_the_own_configuration_are_imported(
     new_run: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

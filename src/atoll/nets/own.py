@@ -50,11 +50,12 @@ def open_own(config: OwnConfig) -> nn.Module:
         kind: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise AtollError(f"networks: {config.path} cannot be imported: {first_line(error)}") from error
+    # Before it is called: with fields of strangers, subprocess:Popen would be a program.
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise AtollError(f"networks: {config.path} is no torch.nn.Module")
     try:
         network = kind(**config.fields)
     except TypeError as error:
         raise AtollError(f"networks: {config.path} does not take its fields: {first_line(error)}") from error
-    if not isinstance(network, nn.Module):
-        raise AtollError(f"networks: {config.path} is no torch.nn.Module")
     network.config = config  # type: ignore[assignment]  # an attribute, not a tensor
     return network
