@@ -42,8 +42,14 @@ class Stream(IntEnum):
     """The order of the batches in an epoch."""
     ADAPTER_DROPOUT = 18
     """Dropout of adapters, by torch's own generator."""
+    STUDENT_NOISE = 19
+    """Initial noise in the training of a few-step student."""
+    STUDENT_LENGTH = 20
+    """Lengths of its steps."""
     SAMPLE = 21
     """Initial noise of sampling."""
+    STUDENT_VALIDATION = 22
+    """Initial noise in its validation."""
     EVALUATION_SEED = 31
     """Seeds of the images that are generated for an evaluation."""
     EVALUATION_DRAW = 34

@@ -37,8 +37,6 @@ from atoll.nets import Condition
 from atoll.train.distill import StudentTask
 from atoll.train.tasks import Forward, Losses, TrainingInputs
 
-NOISE_STREAM, LENGTH_STREAM, VALIDATION_STREAM = 19, 20, 22
-"""Random streams of the initial noise, of the lengths, and of the noise of validation."""
 VALIDATION_IMAGES = 256
 """Images of the validation: distances of images of equal noise have a small variance, so a few hundred suffice."""
 TEACHER_STEPS = 50
@@ -60,7 +58,7 @@ class FewStepTask(StudentTask):
     def inputs(self, batch: Batch, position: int) -> TrainingInputs:
         """Draw noise and dropout of a batch; `noised.input` is pure noise."""
         inputs = super().inputs(batch, position)
-        noise = rng.normal(tuple(batch.mean.shape), seed=self.seed, stream=NOISE_STREAM, first=position)
+        noise = rng.normal(tuple(batch.mean.shape), seed=self.seed, stream=rng.Stream.STUDENT_NOISE, first=position)
         ones = torch.ones(len(noise))
         noised = flow.Noised(noise, LINEAR.timestep(ones), noise, ones, ones)
         return TrainingInputs(inputs.index, position, noised, inputs.condition, inputs.cluster)
@@ -73,7 +71,7 @@ class FewStepTask(StudentTask):
         steps, count, device = self.spec.few_steps, len(inputs.index), self.device
         # Times and clusters stay on the CPU, where they are known: reading them from the device would wait for it.
         step = torch.arange(inputs.position, inputs.position + count) % steps
-        u = rng.uniform(count, seed=self.seed, stream=LENGTH_STREAM, first=inputs.position)
+        u = rng.uniform(count, seed=self.seed, stream=rng.Stream.STUDENT_LENGTH, first=inputs.position)
         t, d = 1 - step / steps, (1 - u) / steps
 
         def average(x: Tensor, t: Tensor, d: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
@@ -128,7 +126,9 @@ class FewStepTask(StudentTask):
             for numbers in np.array_split(self.validation.numbers(size, places), -(-len(places) // 64)):
                 batch = self.validation.read(numbers)
                 first = len(distances) * 64
-                noise = rng.normal(tuple(batch.mean.shape), seed=self.seed, stream=VALIDATION_STREAM, first=first)
+                noise = rng.normal(
+                    tuple(batch.mean.shape), seed=self.seed, stream=rng.Stream.STUDENT_VALIDATION, first=first
+                )
                 distances.append(self._distance(noise.to(self.device), batch.to(self.device), batch.cluster))
             error = Summary(torch.cat(distances).mean().item())
         return ExpertContent(
