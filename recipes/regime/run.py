@@ -361,7 +361,8 @@ def network_settings(arm: Arm) -> dict[str, Any]:
     every = TOTAL * arm.steps
     objectives = {"default": OBJECTIVE, **dict.fromkeys(arm.ddpm, "ddpm")}
     train = {**schedule(every // arm.clusters), "batch_size": TOTAL // arm.clusters, "lr": arm.rate}
-    train |= {"lr_schedule": "cosine", "seed": arm.seed, "sample_every": 0}
+    # Compiled blocks train 1.5 times as fast on a CPU.
+    train |= {"lr_schedule": "cosine", "seed": arm.seed, "sample_every": 0, "compile": arm.steps > GRID_STEPS}
     return {
         "networks": {"default": NETWORK},
         "experts": objectives,
