@@ -274,7 +274,7 @@ class Queue:
                 yield Step(f"evaluate-{arm.name}", 0.08, lambda arm=arm: self.evaluate(arm, "top-1", 1024))
         yield Step("choose-rates", 0.0, self.choose)
         arms = self.arms(0)
-        for name in ("monolith", "experts", "small-batch", "shared-start"):
+        for name in ("experts", "monolith", "small-batch", "shared-start"):
             yield from self.whole(arms[name])
         yield Step("relabel", 0.4, self.relabel)
         yield from self.whole(arms["cluster-label"])
