@@ -1,10 +1,12 @@
 """CIFAR-10 at length: all trainings and evaluations of this recipe, one after the other, in order of value.
 
-    python recipes/regime/run.py ROOT            # run what is left; the same command continues after an interruption
-    python recipes/regime/run.py ROOT --list     # what is done, what is left, and the hours
+    python recipes/regime/run.py ROOT                 # measure what is left; the same command continues later
+    python recipes/regime/run.py ROOT --list          # what is done, what is left, and the hours
+    python recipes/regime/run.py ROOT --only experts  # the rows of arms whose name begins with this
 
-README.md beside this file has the protocol. A step is done if its file in ROOT/done exists. Every measured row is
-appended to ROOT/results.jsonl. Trainings resume from their checkpoints, evaluations from their chunks.
+README.md beside this file has the protocol. A step is one evaluation. It is done if its rows are in results.jsonl
+beside this file, so a new ROOT, or another machine, goes on with what is left. A step trains the networks that it needs
+and ROOT lacks. Trainings resume from their checkpoints, evaluations from their chunks.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ OBJECTIVE = "flow-matching-logit-normal"
 EVALUATION = ["--steps", "25", "--num-real", "10000", "--num-val", "256", "--batch-size", "128", "--allow-small"]
 EXECUTABLE = str(Path(sys.executable).with_name("atoll"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+RESULTS = Path(__file__).with_name("results.jsonl")
+TRAINING_HOURS = 0.8
+"""An arm on one quiet core: 1,024,000 images at 370 images per second."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +77,60 @@ class Arm:
         return every if self.dense_batch else round(every * (1 - self.start)) // self.clusters
 
     @property
-    def jobs(self) -> list[str]:
-        """Options of `atoll train` for each of its networks."""
+    def jobs(self) -> dict[str, str]:
+        """Folders of its networks, and the options of `atoll train` for them."""
         if self.dense_batch:
-            return ["--monolith"]
-        return (["--start"] if self.start else []) + [f"--expert {expert}" for expert in range(self.clusters)]
+            return {"monolith": "--monolith"}
+        experts = {f"experts/{expert:03d}": f"--expert {expert}" for expert in range(self.clusters)}
+        return ({"start": "--start"} if self.start else {}) | experts
 
 
 @dataclass(frozen=True)
 class Step:
-    """One entry of the queue."""
+    """One entry of the queue: an evaluation of an arm, with the training that it needs."""
 
-    name: str
-    hours: float
-    """Estimate for one quiet core."""
-    work: Callable[[], None]
+    arm: Arm
+    routings: str = "top-1"
+    """Of experts, with spaces between them."""
+    images: int = 5000
+    guidance: float = 1.0
+    at: int = SNAPSHOTS
+    """Checkpoint of the networks, from 1 to SNAPSHOTS."""
+
+    @property
+    def name(self) -> str:
+        """Describe the step in a line."""
+        arm = self.arm
+        routings = "" if arm.dense_batch else f", {self.routings}"
+        return (
+            f"{arm.label}, seed {arm.seed}, {self.at / SNAPSHOTS:.0%} of the images: "
+            f"{self.images} images{routings}, guidance {self.guidance:g}"
+        )
+
+    @property
+    def hours(self) -> float:
+        """Estimate the evaluation on one quiet core, without training: 0.15 s for an image, and the real images."""
+        count = 1 if self.arm.dense_batch else len(self.routings.split())
+        return 0.05 + count * self.images * 0.15 / 3600
+
+    def is_done(self, rows: list[dict[str, Any]]) -> bool:
+        """Return whether all rows of this evaluation are among those that were measured."""
+        about = self.about()
+        found = {row["routing"] for row in rows if row["num_images"] == self.images and about.items() <= row.items()}
+        return found >= ({None} if self.arm.dense_batch else set(self.routings.split()))
+
+    def about(self) -> dict[str, Any]:
+        """Return the columns of the rows that name this evaluation."""
+        arm = self.arm
+        share = self.at / SNAPSHOTS
+        return {
+            "arm": arm.label,
+            "seed": arm.seed,
+            "steps": arm.steps,
+            "rate": arm.rate,
+            "share": share,
+            "guidance": self.guidance,
+        }
 
 
 class Queue:
@@ -123,7 +167,7 @@ class Queue:
         cluster_of: dict[str, int] = {}
         for cluster in range(CLUSTERS):
             for split in ("train", "validation"):
-                shards = Shards.open(self.root / "base", [cluster], split)  # type: ignore[arg-type]
+                shards = Shards.open(self.root / "base", [cluster], split)
                 cluster_of |= dict.fromkeys(shards.ids(list(range(len(shards)))), cluster)
         table = pq.read_table(self.root / "cifar10/train.parquet")
         names = [
@@ -149,10 +193,22 @@ class Queue:
         return run
 
     def train(self, arm: Arm) -> None:
-        """Train all networks of an arm, and keep the checkpoints that are evaluated."""
+        """Train the networks of an arm that are missing, and keep the checkpoints that are evaluated."""
+        self.fetch()
+        if arm.data == "base-labels":
+            self.relabel()
+        if arm.clusters != CLUSTERS:
+            self.recount(arm.clusters)
+        for expert in set(range(CLUSTERS)) - set(arm.ddpm) if arm.ddpm else ():
+            # The other experts are those of the arm with flow matching, which has a place before this one in the queue.
+            source = replace(arm, name="experts", ddpm=())
+            self.train(source)
+            link(self.folder(source) / f"experts/{expert:03d}", self.folder(arm) / f"experts/{expert:03d}")
         run = self.folder(arm)
         every = arm.images // SNAPSHOTS
-        for job in arm.jobs:
+        for folder, job in arm.jobs.items():
+            if (run / folder / "final/manifest.json").exists():
+                continue
             child = subprocess.Popen([EXECUTABLE, "train", str(run), *job.split()], env=ENVIRONMENT)
             self.child = child
             while child.poll() is None:
@@ -164,35 +220,41 @@ class Queue:
             if child.returncode:
                 raise SystemExit(child.returncode)
 
-    def router(self, seed: int, clusters: int) -> None:
-        """Train the router of a seed, which its arms share."""
-        self.folder(arm := Arm("experts", seed, rate=4e-3, clusters=clusters, data=data_name(clusters)))
-        self.call("train", str(self.folder(arm)), "--router")
+    def router(self, arm: Arm) -> Path:
+        """Train the router that the arms of a seed and a number of clusters share, and return its folder."""
+        run = self.folder(replace(arm, name="router", rate=4e-3, steps=STEPS, start=0.0, start_rate=None, ddpm=()))
+        self.call("train", str(run), "--router")
+        return run / "router"
 
     # Evaluation
 
-    def evaluate(self, arm: Arm, routings: str, images: int, *, guidance: float = 1.0, at: int | None = None) -> None:
-        """Measure an arm, at its end or at one of its snapshots, and append the rows to results.jsonl."""
-        run = self.folder(arm) if at is None else self.snapshot(arm, at)
-        router = self.root / f"seed{arm.seed}" / Arm("experts", 0, 0, clusters=arm.clusters).label / "router"
+    def measure(self, step: Step) -> None:
+        """Train what a step needs, measure it, and append its rows to results.jsonl."""
+        arm = step.arm
+        self.train(arm)
+        run = self.folder(arm) if step.at == SNAPSHOTS else self.snapshot(arm, step.at)
         if not arm.dense_batch and not (run / "router").exists():
-            (run / "router").symlink_to(router)
+            (run / "router").symlink_to(self.router(arm))
         # The features of the real images are computed once.
         reference = self.root / arm.data / "reference"
         link(reference, run / "evaluation/reference")
-        models = (
-            ["--models", "monolith"] if arm.dense_batch else ["--models", "experts", "--routings", *routings.split()]
-        )
-        parts = "diversity trajectories" if at is None and guidance == 1.0 else "diversity trajectories diagnostics"
-        options = ["--num-images", str(images), "--guidance-scale", str(guidance), "--without", *parts.split()]
-        self.call("evaluate", str(run), *models, *options, *EVALUATION)
+        models = "monolith" if arm.dense_batch else f"experts --routings {step.routings}"
+        parts = "diversity trajectories"
+        if step.at < SNAPSHOTS or step.guidance > 1 or (step.images < 5000 and arm.steps > GRID_STEPS):
+            parts += " diagnostics"
+        options = [
+            "--num-images",
+            str(step.images),
+            "--guidance-scale",
+            str(step.guidance),
+            "--without",
+            *parts.split(),
+        ]
+        self.call("evaluate", str(run), "--models", *models.split(), *options, *EVALUATION)
         link(run / "evaluation/reference", reference)
         result = json.loads((run / "evaluation/latest.json").read_text())
-        with (self.root / "results.jsonl").open("a") as file:
-            for row in rows_of(result):
-                share = 1.0 if at is None else at / SNAPSHOTS
-                about = {"arm": arm.label, "seed": arm.seed, "steps": arm.steps, "rate": arm.rate, "share": share}
-                file.write(json.dumps({**about, "guidance": guidance, **row}) + "\n")
+        with RESULTS.open("a") as file:
+            file.writelines(json.dumps({**step.about(), **row}) + "\n" for row in rows_of(result))
 
     def snapshot(self, arm: Arm, at: int) -> Path:
         """Return a run whose networks have the EMA weights of a snapshot."""
@@ -202,8 +264,7 @@ class Queue:
         shutil.copy(run / "atoll.yaml", copy)
         if not (copy / "data").exists():
             (copy / "data").symlink_to((run / "data").resolve())
-        jobs = ["monolith"] if arm.dense_batch else [f"experts/{expert:03d}" for expert in range(arm.clusters)]
-        for job in jobs:
+        for job in (job for job in arm.jobs if job != "start"):
             final, target = Artifact(run, f"{job}/final"), Artifact(copy, f"{job}/final")
             manifest = final.open(EXPERT)
             inputs = {**manifest.made_from, "images": images}
@@ -225,24 +286,16 @@ class Queue:
             target.commit(content.model_copy(update={"compute": compute}))
         return copy
 
-    def choose(self) -> None:
-        """Choose a rate for each arm of the grid: the lowest KID, or within its standard error the lowest error."""
-        rows = [json.loads(line) for line in (self.root / "results.jsonl").read_text().splitlines()]
-        chosen = {}
-        for kind in ("monolith", "small-batch", "experts"):
-            found = [
-                row for row in rows if row["arm"].startswith(f"grid-{kind}-") and row["routing"] in (None, "top-1")
-            ]
-            best = min(found, key=lambda row: row["kid"])
-            close = [row for row in found if row["kid"] <= best["kid"] + best["kid_error"]]
-            chosen[kind] = min(close, key=lambda row: row["validation_error"])["rate"]
-        (self.root / "rates.json").write_text(json.dumps(chosen))
-        print(chosen, flush=True)
-
     def rate(self, kind: str) -> float:
-        """Return the chosen rate of a kind of arm; before the grid has run, a value for the list."""
-        file = self.root / "rates.json"
-        return float(json.loads(file.read_text())[kind]) if file.exists() else 4e-3
+        """Return the rate of a kind of arm: the lowest KID, or within its standard error the lowest error."""
+        found = [
+            row for row in measured() if row["arm"].startswith(f"grid-{kind}-") and row["routing"] in (None, "top-1")
+        ]
+        if len(found) < len(RATES):
+            return max(RATES)  # for the list, before the grid is measured
+        best = min(found, key=lambda row: row["kid"])
+        close = [row for row in found if row["kid"] <= best["kid"] + best["kid_error"]]
+        return float(min(close, key=lambda row: row["validation_error"])["rate"])
 
     # Processes
 
@@ -265,42 +318,28 @@ class Queue:
 
     def steps(self) -> Iterator[Step]:
         """Yield all steps in order of value."""
-        yield Step("prepare", 0.5, self.fetch)
-        yield Step("router-0", 0.2, lambda: self.router(0, CLUSTERS))
         for rate in RATES:
             for kind, batch in (("monolith", TOTAL), ("small-batch", TOTAL // CLUSTERS), ("experts", None)):
                 arm = Arm(f"grid-{kind}-{rate:g}", 0, rate, steps=GRID_STEPS, dense_batch=batch)
-                yield Step(f"train-{arm.name}", 0.16, lambda arm=arm: self.train(arm))
-                yield Step(f"evaluate-{arm.name}", 0.08, lambda arm=arm: self.evaluate(arm, "top-1", 1024))
-        yield Step("choose-rates", 0.0, self.choose)
+                yield Step(arm, images=1024)
         arms = self.arms(0)
-        for name in ("experts", "monolith", "small-batch", "shared-start"):
-            yield from self.whole(arms[name])
-        yield Step("relabel", 0.4, self.relabel)
-        yield from self.whole(arms["cluster-label"])
-        for name in ("monolith", "experts", "small-batch", "shared-start", "cluster-label"):
-            yield from self.curve(arms[name])
+        names = ("experts", "monolith", "small-batch", "shared-start")
+        yield from (Step(arms[name]) for name in (*names, "cluster-label"))
+        for name in (*names, "cluster-label"):
+            yield from (Step(arms[name], images=2048, at=at) for at in range(1, SNAPSHOTS + 1))
+        for name in ("experts", "shared-start"):
+            yield Step(arms[name], "top-2 nearest oracle", images=2048)
+        yield Step(replace(arms["experts"], name="heterogeneous", ddpm=(0, 4)))
         for seed in (1, 2):
-            yield Step(f"router-{seed}", 0.2, lambda seed=seed: self.router(seed, CLUSTERS))
-            for name in ("monolith", "experts", "small-batch", "shared-start"):
-                yield from self.whole(self.arms(seed)[name])
-        for seed in range(3):
-            yield from self.whole(self.heterogeneous(seed))
+            arms_of_seed = self.arms(seed)
+            yield from (Step(arms_of_seed[name]) for name in names)
+            yield Step(replace(arms_of_seed["experts"], name="heterogeneous", ddpm=(0, 4)))
         for share in (0.1, 0.5):
-            arm = replace(arms["shared-start"], name=f"shared-start-{share:g}", start=share)
-            yield from self.whole(arm)
+            yield Step(replace(arms["shared-start"], name=f"shared-start-{share:g}", start=share))
         for clusters, routing in ((4, "top-1"), (16, "top-3")):
-            yield Step(f"prepare-k{clusters}", 0.1, lambda clusters=clusters: self.recount(clusters))
-            yield Step(f"router-0-k{clusters}", 0.2, lambda clusters=clusters: self.router(0, clusters))
-            arm = Arm("experts", 0, self.rate("experts"), clusters=clusters, data=data_name(clusters))
-            yield from self.whole(arm, routing)
+            yield Step(replace(arms["experts"], clusters=clusters, data=f"base-k{clusters}"), routing)
         for guidance in (1.5, 2.0, 3.0):
-            for name in ("monolith", "experts", "small-batch", "shared-start"):
-                yield Step(
-                    f"guidance-{guidance:g}-{name}",
-                    0.15,
-                    lambda name=name, guidance=guidance: self.evaluate(arms[name], "top-1", 2048, guidance=guidance),
-                )
+            yield from (Step(arms[name], images=2048, guidance=guidance) for name in names)
 
     def arms(self, seed: int) -> dict[str, Arm]:
         """Return the arms (a) to (e) of a seed."""
@@ -313,36 +352,10 @@ class Queue:
             "cluster-label": Arm("cluster-label", seed, dense, dense_batch=TOTAL, data="base-labels"),
         }
 
-    def heterogeneous(self, seed: int) -> Arm:
-        """Return the arm with two DDPM experts; the other six are linked from the arm with flow matching."""
-        arm = Arm("heterogeneous", seed, self.rate("experts"), ddpm=(0, 4))
-        source = self.root / f"seed{seed}/experts/experts"
-        for expert in set(range(CLUSTERS)) - set(arm.ddpm):
-            if (source / f"{expert:03d}/final/manifest.json").exists():
-                link(source / f"{expert:03d}", self.root / f"seed{seed}/heterogeneous/experts/{expert:03d}")
-        return arm
 
-    def whole(self, arm: Arm, routing: str = "top-1") -> Iterator[Step]:
-        """Yield the training of an arm and its evaluations at the end; other routings with fewer images, on seed 0."""
-        name = f"{arm.label}-{arm.seed}"
-        yield Step(f"train-{name}", 1.6 * arm.steps / STEPS, lambda: self.train(arm))
-        yield Step(f"evaluate-{name}", 0.35, lambda: self.evaluate(arm, routing, 5000))
-        if not arm.dense_batch and arm.seed == 0 and routing == "top-1":
-            others = "top-2 nearest oracle"
-            yield Step(f"evaluate-{name}-routings", 0.45, lambda: self.evaluate(arm, others, 2048))
-
-    def curve(self, arm: Arm) -> Iterator[Step]:
-        """Yield the evaluations of an arm at its snapshots and at its end, with equally many images."""
-        for at in range(1, SNAPSHOTS):
-            yield Step(
-                f"evaluate-{arm.label}-{arm.seed}@{at}", 0.15, lambda at=at: self.evaluate(arm, "top-1", 2048, at=at)
-            )
-        yield Step(f"evaluate-{arm.label}-{arm.seed}@end", 0.15, lambda: self.evaluate(arm, "top-1", 2048))
-
-
-def data_name(clusters: int) -> str:
-    """Return the folder of the data with a number of clusters."""
-    return "base" if clusters == CLUSTERS else f"base-k{clusters}"
+def measured() -> list[dict[str, Any]]:
+    """Return all rows that were measured."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
 def data_settings(source: Path, clusters: int) -> dict[str, Any]:
@@ -427,26 +440,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
     parser.add_argument("--list", action="store_true", help="print the steps and exit")
+    parser.add_argument("--only", default="", metavar="NAME", help="only the arms whose name begins with this")
     options = parser.parse_args()
-    queue, done = Queue(options.root), options.root / "done"
-    done.mkdir(parents=True, exist_ok=True)
+    queue = Queue(options.root)
+    steps = [step for step in queue.steps() if step.arm.label.startswith(options.only)]
     if options.list:
-        left = 0.0
-        for step in queue.steps():
-            file = done / step.name
-            left += 0 if file.exists() else step.hours
-            print(
-                f"{'done ' + file.read_text().strip() if file.exists() else 'left':12} {step.hours:5.2f} h  {step.name}"
-            )
-        print(f"left: about {left:.1f} hours of one quiet core")
+        rows, left, trained = measured(), 0.0, set[Arm]()
+        for step in steps:
+            done = step.is_done(rows)
+            training = 0.0 if done or step.arm in trained else TRAINING_HOURS * step.arm.steps / STEPS
+            trained |= set() if done else {step.arm}
+            left += 0.0 if done else step.hours + training
+            print(f"{'done' if done else 'left'}  {step.hours + training:5.2f} h  {step.name}")
+        print(f"left: about {left:.1f} hours of one quiet core, with the trainings that ROOT may already have")
         return
     signal.signal(signal.SIGTERM, queue.stop)
-    # The rates of later steps are known once `choose-rates` is done, so the list is made anew after every step.
-    while step := next((step for step in queue.steps() if not (done / step.name).exists()), None):
-        start = time.monotonic()
-        print(f"== {step.name}", flush=True)
-        step.work()
-        (done / step.name).write_text(f"{(time.monotonic() - start) / 3600:.2f} h\n")
+    for step in steps:
+        if not step.is_done(measured()):
+            print(f"== {step.name}", flush=True)
+            queue.measure(step)
 
 
 if __name__ == "__main__":
