@@ -114,3 +114,17 @@ def test_the_table_of_several_seeds_gives_their_spread_and_marks_missing_ones(tm
     head, _, row = table(tmp_path)
     assert head == ["arm", "model", "seeds", "FID", "KID x1000", "diversity"]
     assert row == ["k8", "experts top-1", "3", "100.0 ± 0.0", "200.0 ± 100.0", "0.700 ± 0.141 (2)"]
+
+
+def test_the_queue_of_cifar10_knows_what_is_measured(tmp_path: Path) -> None:
+    """The rows of results.jsonl are done on every machine, without any folder; all others are left."""
+    script = RECIPES / "regime/run.py"
+    shutil.copy(script, tmp_path)
+    rows = (script.with_name("results.jsonl")).read_text().splitlines(keepends=True)
+    grid = [row for row in rows if json.loads(row)["arm"].startswith("grid-")]
+    for kept in (9, 8):
+        (tmp_path / "results.jsonl").write_text("".join(grid[:kept]))
+        command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "root"), "--list"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert [line.split()[0] for line in listed].count("done") == kept
+        assert sum("heterogeneous" in line and "left" in line for line in listed) == 12

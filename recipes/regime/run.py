@@ -64,17 +64,26 @@ class Arm:
     data: str = "base"
     ddpm: tuple[int, ...] = ()
     """Experts that are trained with DDPM instead of flow matching."""
+    bridge: str = ""
+    """Conversion of these experts: exact, published-linear or published-schedule; by default the calibrated one."""
 
     @property
     def label(self) -> str:
         """The arm's folder below its seed."""
-        return self.name if self.clusters == CLUSTERS else f"{self.name}-k{self.clusters}"
+        count = "" if self.clusters == CLUSTERS else f"-k{self.clusters}"
+        return self.name + count + (f"-{self.bridge}" if self.bridge else "")
 
     @property
     def images(self) -> int:
         """Images that each network sees after the shared start."""
         every = TOTAL * self.steps
         return every if self.dense_batch else round(every * (1 - self.start)) // self.clusters
+
+    @property
+    def training_hours(self) -> float:
+        """Estimate the training on one quiet core. DDPM experts join those of flow matching, which are trained before."""
+        share = 0.0 if self.bridge else len(self.ddpm) / self.clusters if self.ddpm else 1.0
+        return TRAINING_HOURS * share * self.steps / STEPS
 
     @property
     def jobs(self) -> dict[str, str]:
@@ -96,6 +105,8 @@ class Step:
     guidance: float = 1.0
     at: int = SNAPSHOTS
     """Checkpoint of the networks, from 1 to SNAPSHOTS."""
+    diversity: bool = False
+    """Whether to measure the diversity within a class: LPIPS of eight images for each of 40 labels."""
 
     @property
     def name(self) -> str:
@@ -199,12 +210,17 @@ class Queue:
             self.relabel()
         if arm.clusters != CLUSTERS:
             self.recount(arm.clusters)
-        for expert in set(range(CLUSTERS)) - set(arm.ddpm) if arm.ddpm else ():
-            # The other experts are those of the arm with flow matching, which has a place before this one in the queue.
-            source = replace(arm, name="experts", ddpm=())
-            self.train(source)
-            link(self.folder(source) / f"experts/{expert:03d}", self.folder(arm) / f"experts/{expert:03d}")
         run = self.folder(arm)
+        if arm.ddpm:
+            # All experts of another bridge are those of the calibrated one. Its other six are those of flow matching.
+            source = replace(arm, bridge="") if arm.bridge else replace(arm, name="experts", ddpm=())
+            self.train(source)
+            for expert in range(CLUSTERS):
+                if expert not in arm.ddpm:
+                    link(self.folder(source) / f"experts/{expert:03d}", run / f"experts/{expert:03d}")
+                elif arm.bridge:
+                    command = ["recipes/bridge/set_bridge.py", self.folder(source), run, expert, arm.bridge]
+                    self.execute([sys.executable, *map(str, command)])
         every = arm.images // SNAPSHOTS
         for folder, job in arm.jobs.items():
             if (run / folder / "final/manifest.json").exists():
@@ -239,7 +255,7 @@ class Queue:
         reference = self.root / arm.data / "reference"
         link(reference, run / "evaluation/reference")
         models = "monolith" if arm.dense_batch else f"experts --routings {step.routings}"
-        parts = "diversity trajectories"
+        parts = "trajectories" if step.diversity else "diversity trajectories"
         if step.at < SNAPSHOTS or step.guidance > 1 or (step.images < 5000 and arm.steps > GRID_STEPS):
             parts += " diagnostics"
         options = [
@@ -324,16 +340,18 @@ class Queue:
                 yield Step(arm, images=1024)
         arms = self.arms(0)
         names = ("experts", "monolith", "small-batch", "shared-start")
-        yield from (Step(arms[name]) for name in (*names, "cluster-label"))
+        yield from (Step(arms[name], diversity=name == "experts") for name in (*names, "cluster-label"))
         for name in (*names, "cluster-label"):
             yield from (Step(arms[name], images=2048, at=at) for at in range(1, SNAPSHOTS + 1))
         for name in ("experts", "shared-start"):
             yield Step(arms[name], "top-2 nearest oracle", images=2048)
-        yield Step(replace(arms["experts"], name="heterogeneous", ddpm=(0, 4)))
-        for seed in (1, 2):
-            arms_of_seed = self.arms(seed)
-            yield from (Step(arms_of_seed[name]) for name in names)
-            yield Step(replace(arms_of_seed["experts"], name="heterogeneous", ddpm=(0, 4)))
+        for seed in range(3):
+            of_seed = self.arms(seed)
+            if seed:
+                yield from (Step(of_seed[name], diversity=name == "experts") for name in names)
+            for bridge in ("", "exact", "published-linear", "published-schedule"):
+                arm = replace(of_seed["experts"], name="heterogeneous", ddpm=(0, 4), bridge=bridge)
+                yield Step(arm, diversity=True)
         for share in (0.1, 0.5):
             yield Step(replace(arms["shared-start"], name=f"shared-start-{share:g}", start=share))
         for clusters, routing in ((4, "top-1"), (16, "top-3")):
@@ -430,6 +448,7 @@ def rows_of(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "fid": metrics["frechet"],
             "precision": metrics["precision_recall"]["precision"],
             "recall": metrics["precision_recall"]["recall"],
+            "diversity": (model.get("diversity") or {}).get("mean"),
             "validation_error": error and error["mean"],
             "flops": model["training"]["flops"],
         }
@@ -448,7 +467,7 @@ def main() -> None:
         rows, left, trained = measured(), 0.0, set[Arm]()
         for step in steps:
             done = step.is_done(rows)
-            training = 0.0 if done or step.arm in trained else TRAINING_HOURS * step.arm.steps / STEPS
+            training = 0.0 if done or step.arm in trained else step.arm.training_hours
             trained |= set() if done else {step.arm}
             left += 0.0 if done else step.hours + training
             print(f"{'done' if done else 'left'}  {step.hours + training:5.2f} h  {step.name}")

@@ -17,7 +17,7 @@ FINAL_IMAGES, CURVE_IMAGES = 5000, 2048
 
 def spread(rows: list[Row], metric: str, digits: int) -> str:
     """Return a metric as mean ± standard deviation over seeds."""
-    values = [row[metric] for row in rows if row[metric] is not None]
+    values = [row[metric] for row in rows if row.get(metric) is not None]
     if not values:
         return ""
     if len(values) > 1:
@@ -34,13 +34,28 @@ def print_table(title: str, rows: Iterable[Row], keys: tuple[str, ...]) -> None:
         groups.setdefault(tuple(row[key] for key in keys), {})[row["seed"]] = row
     if not groups:
         return
-    head = (*keys, "seeds", "KID x1000", "FID", "precision", "recall", "validation error", "training FLOPs")
+    head = (
+        *keys,
+        "seeds",
+        "KID x1000",
+        "FID",
+        "precision",
+        "recall",
+        "diversity",
+        "validation error",
+        "training FLOPs",
+    )
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for values, by_seed in groups.items():
         seeds = list(by_seed.values())
         names = ["" if value is None else str(value) for value in values]
         cells = [spread(seeds, "kid", 1), spread(seeds, "fid", 1), spread(seeds, "precision", 3)]
-        cells += [spread(seeds, "recall", 3), spread(seeds, "validation_error", 4), f"{seeds[0]['flops']:.3g}"]
+        cells += [
+            spread(seeds, "recall", 3),
+            spread(seeds, "diversity", 3),
+            spread(seeds, "validation_error", 4),
+            f"{seeds[0]['flops']:.3g}",
+        ]
         count = f"{len(seeds)}{' *' if len(seeds) == 1 else ''}"
         print(f"| {' | '.join([*names, count, *cells])} |")
 
