@@ -81,7 +81,7 @@ class Arm:
 
     @property
     def training_hours(self) -> float:
-        """Estimate the training on one quiet core. DDPM experts join those of flow matching, which are trained before."""
+        """Estimate the training on one quiet core. DDPM experts join those of flow matching, trained before."""
         share = 0.0 if self.bridge else len(self.ddpm) / self.clusters if self.ddpm else 1.0
         return TRAINING_HOURS * share * self.steps / STEPS
 
