@@ -10,6 +10,7 @@ The protocol is in README.md. The same command continues after an interruption, 
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 STEPS = (1, 2, 4, 8, 25, 50)
 ROUTINGS = ("top-1", "top-2", "drawn", "once", "nearest", "oracle")
 TITLES = {"inception": "KID x 1000", "efficientnet-lite0": "KID x 1000 in EfficientNet features"}
+COLORS = {"monolith": "black"}
 
 
 def rows_of(model: ModelResult) -> list[dict[str, Any]]:
@@ -47,6 +49,7 @@ def measure(options: argparse.Namespace) -> None:
     config = configuration.load(options.run)
     chosen = EvaluationOptions(
         num_images=options.num_images,
+        num_real=options.num_real,
         models=tuple(options.models),
         routings=tuple(options.routings),
         steps=tuple(options.steps),
@@ -73,60 +76,76 @@ def name_of(row: dict[str, Any]) -> str:
     return ", ".join([*parts, *([f"shift {row['shift']:g}"] if row["shift"] != 1 else [])])
 
 
+Cell = list[dict[str, Any]]
+"""The rows of one model and number of steps, one for each seed."""
+
+
 def show(figure: Path | None) -> None:
     """Print KID for each dataset and feature network with its ratio to the row's 25 steps, then FID and precision.
 
-    A row of fewer images than the others has a *, and neither FID nor precision, which depend on their number.
+    Several seeds give their mean and standard deviation; a cell of fewer seeds than others of its table has a †. A cell
+    of fewer images than the others has a *, and neither FID nor precision, which depend on their number.
     """
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    groups: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in rows:
-        groups.setdefault((row["data"], row["extractor"]), {}).setdefault(name_of(row), {})[row["steps"]] = row
+    rows = sorted(map(json.loads, RESULTS.read_text().splitlines()), key=lambda row: row["num_images"])
+    # Of several rows of one measurement, the one with the most images is the last, which stays.
+    single = {(row["data"], row["extractor"], name_of(row), row["steps"], row["seed"]): row for row in rows}
+    groups: dict[tuple[str, str], dict[str, dict[int, Cell]]] = {}
+    for (data, extractor, name, count, _), row in single.items():
+        groups.setdefault((data, extractor), {}).setdefault(name, {}).setdefault(count, []).append(row)
     for (data, extractor), models in groups.items():
-        most = max(row["num_images"] for found in models.values() for row in found.values())
+        cells = [cell for found in models.values() for cell in found.values()]
+        seeds = max(len(cell) for cell in cells)
+        most = max(row["num_images"] for cell in cells for row in cell)
         steps = sorted({count for found in models.values() for count in found})
         heads = [f"{count} step{'s' * (count > 1)}" for count in steps]
-        print(f"\n{data}, {TITLES[extractor]}\n\n| model | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
+        print(f"\n{data}, {TITLES[extractor]}, {seeds} seed{'s' * (seeds > 1)}")
+        print(f"\n| model | {' | '.join(heads)} |\n|---|{'---|' * len(steps)}")
         for name, found in models.items():
-            longest = found.get(25)
-            cells = []
-            for count in steps:
-                row = found.get(count)
-                cell = "" if row is None else f"{row['kid']:.1f} ± {row['kid_error']:.1f}"
-                if row is not None and row["num_images"] < most:
-                    cell += " *"
-                if row is not None and longest is not None and count != 25:
-                    cell += f" ({row['kid'] / longest['kid']:.2f})"
-                cells.append(cell)
-            print(f"| {name} | {' | '.join(cells)} |")
+            texts = [kid(found[count], found.get(25), seeds, most) if count in found else "" for count in steps]
+            print(f"| {name} | {' | '.join(texts)} |")
         if extractor != "inception":
             continue
         print("\n| model | FID at " + " | ".join(heads) + " | precision at " + " | ".join(heads) + " |")
         print(f"|---|{'---|' * 2 * len(steps)}")
         for name, every in models.items():
-            found = {count: row for count, row in every.items() if row["num_images"] == most}
-            distance = [f"{found[count]['frechet']:.0f}" if count in found else "" for count in steps]
-            precision = [f"{found[count]['precision']:.2f}" if count in found else "" for count in steps]
+            found = {count: cell for count, cell in every.items() if cell[0]["num_images"] == most}
+            distance = [f"{mean(found[count], 'frechet'):.0f}" if count in found else "" for count in steps]
+            precision = [f"{mean(found[count], 'precision'):.2f}" if count in found else "" for count in steps]
             print(f"| {name} | {' | '.join(distance + precision)} |")
     if figure is not None:
-        draw({name: list(found.values()) for name, found in groups["demo", "inception"].items()}, figure)
+        draw({data: models for (data, extractor), models in groups.items() if extractor == "inception"}, figure)
 
 
-def draw(lines: dict[str, list[dict[str, Any]]], figure: Path) -> None:
-    """Draw KID over network evaluations per image, a line for each model."""
+def mean(cell: Cell, key: str) -> float:
+    """Return the mean over the seeds."""
+    return statistics.fmean(row[key] for row in cell)
+
+
+def kid(cell: Cell, longest: Cell | None, seeds: int, most: int) -> str:
+    """Return KID with its error, the marks of `show`, and the mean ratio to `longest` over the seeds that both have."""
+    error = cell[0]["kid_error"] if len(cell) == 1 else statistics.stdev(row["kid"] for row in cell)
+    text = f"{mean(cell, 'kid'):.1f} ± {error:.1f}" + " †" * (len(cell) < seeds) + " *" * (cell[0]["num_images"] < most)
+    of_longest = {row["seed"]: row["kid"] for row in longest or [] if longest is not cell}
+    ratios = [row["kid"] / of_longest[row["seed"]] for row in cell if row["seed"] in of_longest]
+    return text + (f" ({statistics.fmean(ratios):.2f})" if ratios else "")
+
+
+def draw(data: dict[str, dict[str, dict[int, Cell]]], figure: Path) -> None:
+    """Draw KID over network evaluations per image: a panel for each dataset, a line for each model with Euler steps."""
     from matplotlib import pyplot
 
-    page, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for name, rows in lines.items():
-        rows.sort(key=lambda row: row["evaluations"])
-        color = "black" if name.startswith("monolith") else None
-        x, y = [row["evaluations"] for row in rows], [row["kid"] for row in rows]
-        axes.errorbar(x, y, [row["kid_error"] for row in rows], marker="o", markersize=3, label=name, color=color)
-    axes.set(xscale="log", xlabel="network evaluations per image", ylabel="KID x 1000", ylim=(0, None))
-    axes.set_xticks([1, 2, 4, 8, 25, 50], ["1", "2", "4", "8", "25", "50"], minor=False)
-    axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    size = (1.2 + 4.2 * len(data), 3.6)
+    page, panels = pyplot.subplots(1, len(data), figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, models) in zip(panels[0], data.items(), strict=True):
+        for name, found in models.items():
+            points = sorted((mean(cell, "evaluations"), mean(cell, "kid")) for cell in found.values())
+            if len(points) > 1 and "," not in name:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=COLORS.get(name))
+        axes.set(title=title, xscale="log", xlabel="network evaluations per image", ylabel="KID x 1000", ylim=(0, None))
+        axes.set_xticks([1, 2, 4, 8, 25, 50], ["1", "2", "4", "8", "25", "50"], minor=False)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     page.savefig(figure, dpi=120)
 
 
@@ -140,6 +159,7 @@ if __name__ == "__main__":
     parser.add_argument("--solver", default="euler")
     parser.add_argument("--shift", type=float, default=1.0)
     parser.add_argument("--num-images", type=int, default=512)
+    parser.add_argument("--num-real", type=int, default=10_000, help="real images of the reference")
     parser.add_argument("--prompts", default="train")
     parser.add_argument("--extractors", nargs="+", default=["inception"])
     parser.add_argument("--table", action="store_true")
