@@ -195,12 +195,12 @@ class LaunchArguments(Configured):
     _: KW_ONLY
     on: Literal["local", "slurm", "ray"] | tuple[Literal["command"], str] = "local"
     """Where to run the jobs; `command TEMPLATE` submits each with a command, in which {command} is its script."""
-    jobs: tuple[Literal["prepare", "start", "experts", "router", "monolith", "student"], ...] = (
+    jobs: tuple[Literal["prepare", "start", "experts", "router", "monolith", "student", "students"], ...] = (
         *("prepare", "experts", "router"),
     )
-    """Kinds of jobs to run. Experts include the shared start, if the run has one."""
+    """Kinds of jobs to run. Experts include the shared start, if the run has one; students are of one expert each."""
     experts: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: all)")] = ()
-    """Experts to train, by number."""
+    """Experts to train, or whose students to train, by number."""
     prepare_workers: int = 1
     """Number of jobs that divide the pass over the images, and of those that divide the stages text and shards."""
     max_parallel: Annotated[

@@ -137,6 +137,28 @@ def test_a_shared_start_precedes_the_experts(fresh: Path) -> None:
 def test_a_student_without_its_teachers_is_refused(fresh: Path) -> None:
     with pytest.raises(AtollError, match="0, 2 are neither finished nor requested"):
         groups(fresh, kinds=("prepare", "experts", "student"), experts=(1,))
+    with pytest.raises(AtollError, match=r"1, 2 are .* requested\. Add them with --jobs experts students"):
+        groups(fresh, "student.steps", "4", kinds=("prepare", "students"), experts=(1, 2))
+
+
+def test_few_step_students_need_their_own_expert_and_shards_only(fresh: Path) -> None:
+    few, students = (
+        ("student.steps", "4", "student.total_images", "320"),
+        ["students/000", "students/001", "students/002"],
+    )
+    planned = groups(fresh, *few, kinds=("prepare", "experts", "students"))
+    assert planned["students"] == (students, ("prepare", "experts"))
+    commit(fresh, layout.shards(2))
+    commit(fresh, "experts/002/final")
+    config = configuration.load(fresh, dict(zip(few[::2], few[1::2], strict=True)))
+    (group,) = planned_groups(fresh, config, kinds=("students",), experts=(2,))
+    assert [step.name for step in group.steps] == ["students/002"]
+    assert group.steps[0].arguments == ("train", str(fresh), "--student", "--expert", "2")
+    assert group.steps[0].images == 320
+    commit(fresh, "students/002/final")
+    assert groups(fresh, *few, kinds=("students",), experts=(2,)) == {}
+    with pytest.raises(AtollError, match=r"students have few steps; set student\.steps"):
+        groups(fresh, kinds=("students",), experts=(2,))
 
 
 def test_every_job_gets_all_overrides_except_those_of_the_island(fresh: Path) -> None:

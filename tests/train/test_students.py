@@ -13,6 +13,8 @@ from atoll import cli, flow
 from atoll.apps.evaluate.models import evaluated_models
 from atoll.apps.models.export import export
 from atoll.apps.models.pipeline import AtollPipeline
+from atoll.apps.share.status import status
+from atoll.apps.share.store import Store
 from atoll.core import config
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
@@ -21,6 +23,7 @@ from atoll.ensemble import SampleSettings
 from atoll.nets import Condition, DiT, DiTConfig
 from atoll.nets.student import StudentNetwork, for_cluster, plain_weights
 from atoll.train import build_task, resolve_job, train_job
+from atoll.train.estimate import JobCosts
 from atoll.train.few_steps import FewStepTask
 from atoll.train.job import training_flops
 from atoll.train.tasks import TrainingInputs
@@ -43,6 +46,26 @@ def distilled(trained_experts: Path, tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
+@pytest.mark.slow  # processes of their own; tests/launch/test_plan.py has the plan
+def test_a_launch_trains_students_in_any_order(distilled: Path, trained_experts: Path, tmp_path: Path) -> None:
+    """Each is trained as by `atoll train --student --expert`: the same bits, whatever ran before it."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_experts, run)
+    options = [word for key, value in FEW.items() for word in (f"--{key}", value)]
+    for chosen in (["2"], ["0", "1", "2"]):
+        assert cli.main(["launch", str(run), "--jobs", "students", "--experts", *chosen, *options]) == 0
+    for number in range(3):
+        name = f"students/00{number}/final/diffusion_pytorch_model.safetensors"
+        ours, theirs = load_file(run / name), load_file(distilled / name)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_status_shows_the_students_that_were_started(distilled: Path, trained_experts: Path) -> None:
+    lines = {line.job: line.state for line in status(Store.open(distilled))}
+    assert [lines[f"students/00{number}"] for number in range(3)] == ["done"] * 3
+    assert not any(line.job.startswith("students") for line in status(Store.open(trained_experts)))
+
+
 def test_a_third_of_the_monoliths_flops(trained_experts: Path) -> None:
     """DDM's protocol: equal steps, a quarter of the batch, one forward pass of the teacher for each image."""
     wide = {"train.batch_size": "32", "monolith.total_images": "640"}
@@ -61,8 +84,41 @@ def test_the_flops_of_a_few_step_student(trained_experts: Path) -> None:
     forward = training_flops(plain) // (4 * 160)
     for scale, passes in (("1", 7.5), ("2", 8.5)):
         values = config.load(trained_experts, {**few, "student.guidance_scale": scale})
-        task = build_task(resolve_job(trained_experts, values, "student", expert=0))
-        assert training_flops(task) == passes * forward * 160
+        spec = resolve_job(trained_experts, values, "student", expert=0)
+        assert training_flops(build_task(spec)) == passes * forward * 160 == JobCosts.of(spec).flops
+
+
+def test_the_account_of_students_states_their_teachers_too(
+    distilled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without and with the training of the teachers: in a dry run, an evaluation and the card of an export."""
+    costs = {
+        kind: sum(
+            json.loads((distilled / kind / f"00{number}/final/manifest.json").read_text())["content"]["compute"][
+                "flops"
+            ]
+            for number in range(3)
+        )
+        for kind in ("students", "experts")
+    }
+    dense = json.loads((distilled / "student/final/manifest.json").read_text())["content"]["compute"]["flops"]
+    few = [word for key, value in FEW.items() for word in (f"--{key}", value)]
+    assert (
+        cli.main(["train", str(distilled), "--student", *few, "--student.cluster", "true", "--dry-run", "--json"]) == 0
+    )
+    estimate = json.loads(capsys.readouterr().out)
+    assert (estimate["flops"], estimate["teachers_flops"]) == (dense, costs["experts"])
+    values = config.load(distilled, FEW)
+    for model, flops in (("students", costs["students"]), ("student", dense)):
+        (found,) = evaluated_models(distilled, [model], ["nearest"])
+        training = found.training(values)
+        assert (training.flops, training.teachers_flops) == (flops, costs["experts"])
+    (experts,) = evaluated_models(distilled, ["experts"], ["nearest"])
+    assert experts.training(values).teachers_flops is None
+    export(distilled, tmp_path / "export", "students")
+    card = (tmp_path / "export/README.md").read_text()
+    assert f"In total: {costs['students']:.3g} FLOPs" in card
+    assert f"with them, it is {costs['students'] + costs['experts']:.3g} FLOPs" in card
 
 
 def test_a_student_begins_as_its_expert(trained_experts: Path) -> None:

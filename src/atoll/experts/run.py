@@ -1,6 +1,6 @@
 """The experts and the router of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from atoll.core import config as configuration
 from atoll.core import layout
 from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
 from atoll.core.errors import AtollError
-from atoll.core.manifests import EXPERT, ROUTER, NetworkContent
+from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
 from atoll.core.networks import BASE, OwnConfig
 from atoll.data.density import DENSITY_FILE, Density
 from atoll.encoders.base_pipeline import register_base
@@ -65,6 +65,20 @@ def open_run(
     if (model in ("experts", layout.STUDENTS) or len(experts) > 1) and artifact.manifest() is not None:
         router = reference_of_artifact(artifact, ROUTER, *open_network(artifact, ROUTER, verify=verify))
     return ModelReference(experts, router, encoders, tuple(missing))
+
+
+def teachers_flops(run: Path, students: Iterable[NetworkContent]) -> int | None:
+    """Return the FLOPs of the training of students' teachers and of their shared start; None if one is not in the run.
+
+    A model without students has no teachers, and 0.
+    """
+    named = {digest for student in students if isinstance(student, ExpertContent) for digest in student.teachers or ()}
+    experts = [Artifact(run, layout.final(job)) for job in layout.jobs(run) if named and layout.is_expert(job)]
+    finished = [expert for expert in experts if expert.manifest() is not None]
+    found = {expert.open(EXPERT).digest: expert.read(EXPERT) for expert in finished}
+    if named - found.keys():
+        return None
+    return sum(spent.flops for spent in training_costs(found[digest] for digest in named))
 
 
 def expert_of_run(run: Path, job: str, *, verify: bool = False) -> NetworkReference:

@@ -27,7 +27,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.config_sections import TrainSection
 from atoll.core.device import compute_dtype, device
-from atoll.core.manifests import EXPERT, ObjectiveSpec
+from atoll.core.manifests import EXPERT, ExpertContent, ObjectiveSpec, training_costs
 from atoll.core.networks import NetworkConfig, RouterConfig
 from atoll.core.presets import PUBLISHED, Published
 from atoll.core.progress import duration
@@ -40,7 +40,7 @@ from atoll.nets.base import BaseExpert
 from atoll.nets.blocks import transformer_blocks
 from atoll.train.align import AlignmentSpec
 from atoll.train.muon import shares_of
-from atoll.train.spec import TrainSpec, resolve_job
+from atoll.train.spec import TrainSpec, distillation_flops, resolve_job
 from atoll.train.tasks import PREVIEW_CALIBRATION_IMAGES
 
 FLOAT, HALF = 4, 2
@@ -233,6 +233,8 @@ class JobCosts:
     forward_flops_per_image: int
     flops_per_image: int
     flops: int
+    teachers_flops: int
+    """FLOPs of the training of a student's teachers, as far as they are finished; 0 for other jobs."""
     bytes: int
     """Memory of one process."""
 
@@ -250,23 +252,29 @@ class JobCosts:
             processes=_processes(gpus),
             align=spec.align,
         )
+        found, distillation = list[ExpertContent](), 0
         if spec.kind == "student":
             # One teacher at a time, or all of them for a few-step student. Before the experts are trained, the
             # student's own network is the best guess.
             results = [Artifact(spec.run, layout.final(layout.expert_job(number))) for number in spec.clusters]
-            found = [result.read(EXPERT).network for result in results if result.manifest() is not None]
+            found = [result.read(EXPERT) for result in results if result.manifest() is not None]
+            networks = [content.network for content in found] or [spec.network] * len(spec.clusters)
             dtype = torch.bfloat16 if gpus else compute_dtype(place)
-            sizes = [parameter_count(network) for network in found or [spec.network] * len(spec.clusters)]
+            sizes = [parameter_count(network) for network in networks]
             memory += dtype.itemsize * (sum(sizes) if spec.few_steps else max(sizes))
+            forward = sum(image_cost(network, spec.shapes).forward_flops for network in networks)
+            distillation = distillation_flops(spec, forward // len(networks))
+        flops = cost.training_flops(settings) * settings.total_images + distillation
+        flops += spec.align.flops * spec.align.images if spec.align else 0
         return cls(
             job=spec.job,
             parameters=cost.parameters,
             images=settings.total_images,
             steps=settings.total_images // settings.batch_size,
             forward_flops_per_image=cost.forward_flops,
-            flops_per_image=cost.training_flops(settings),
-            flops=cost.training_flops(settings) * settings.total_images
-            + (spec.align.flops * spec.align.images if spec.align else 0),
+            flops_per_image=flops // settings.total_images,
+            flops=flops,
+            teachers_flops=sum(spent.flops for spent in training_costs(found)),
             bytes=memory,
         )
 
@@ -406,6 +414,8 @@ def show_estimate(spec: TrainSpec, gpus: int | None, as_json: bool) -> None:
     table.add_row("parameters", f"{costs.parameters:,}")
     table.add_row("images", f"{costs.images:,} in {costs.steps:,} steps{repeated}")
     table.add_row("FLOPs", f"{costs.flops:.3g} ({costs.flops_per_image:.3g} per image)")
+    if costs.teachers_flops:
+        table.add_row("with its teachers", f"{costs.flops + costs.teachers_flops:.3g} FLOPs")
     table.add_row("memory", f"about {costs.bytes / 2**30:.2f} GiB per process")
     for card, change in cards.items():
         table.add_row(f"fits {card} GB", _fits(change))

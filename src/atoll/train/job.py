@@ -39,7 +39,7 @@ from atoll.train.distill import StudentTask
 from atoll.train.ema import EMA
 from atoll.train.few_steps import FewStepTask
 from atoll.train.loop import TrainCallback, train
-from atoll.train.spec import TrainSpec, made_from
+from atoll.train.spec import TrainSpec, distillation_flops, made_from
 from atoll.train.tasks import ExpertTask, RouterTask, Task
 
 
@@ -180,16 +180,11 @@ def training_flops(task: Task) -> int:
             stored = patches.shape[1], patches.shape[2]
             flops += count * spec.align.flops_of(spec.align.token_grid(size.height, size.width), stored)
     if spec.student is not None:
-        # Forward passes of the teachers, averaged over the images of all clusters. Guidance needs two of them.
-        guided = spec.few_steps and spec.student.guidance_scale != 1 and spec.conditioning
+        # Forward passes of the teachers, averaged over the images of all clusters
         teachers = 0
         for expert, numbers in shards.cluster_ranges().items():
             network = Artifact(spec.run, layout.final(layout.expert_job(expert))).read(EXPERT).network
             for size, own in shards.by_size(np.arange(numbers.start, numbers.stop)).items():
                 teachers += len(own) * image_cost(network, spec.shapes.of_size(size)).forward_flops
-        flops += images * (teachers // len(shards)) * (2 if guided else 1)
-    if spec.few_steps:
-        # Passes of the student without gradients: two for a derivative, and for an image of step i the i steps before.
-        passes = 2 * images + images * (spec.few_steps - 1) // 2
-        flops += passes * image_cost(spec.network, spec.shapes).forward_flops
+        flops += distillation_flops(spec, teachers // len(shards))
     return flops

@@ -275,6 +275,19 @@ def teachers(run: Path, clusters: tuple[int, ...]) -> list[str]:
     return [Artifact(run, layout.final(layout.expert_job(expert))).open(EXPERT).digest for expert in clusters]
 
 
+def distillation_flops(spec: TrainSpec, teacher: int) -> int:
+    """Return the FLOPs of a student's job beyond its forward and backward passes.
+
+    `teacher` is the number of FLOPs of a teacher's forward pass for the mean image; guidance needs two of them.
+    """
+    assert spec.student is not None
+    guided = spec.few_steps and spec.student.guidance_scale != 1 and spec.conditioning
+    images, student = spec.settings.total_images, image_cost(spec.network, spec.shapes).forward_flops
+    # Passes of a few-step student without gradients: two for a derivative, and for an image of step i the i before it.
+    passes = 2 * images + images * (spec.few_steps - 1) // 2 if spec.few_steps else 0
+    return images * teacher * (2 if guided else 1) + passes * student
+
+
 def expert_flops(run: Path) -> int:
     """Return the training FLOPs of all finished experts of a run, and of their shared start."""
     finals = [Artifact(run, layout.final(job)) for job in layout.jobs(run) if layout.is_expert(job)]

@@ -19,7 +19,7 @@ from atoll.data.shapes import DataShapes
 from atoll.ensemble import Sampler, SampleSettings, load, parse
 from atoll.ensemble.sampler import evaluated_at
 from atoll.experts.cost import Cost, image_cost
-from atoll.experts.run import CLUSTERS_FILE, missing_network
+from atoll.experts.run import CLUSTERS_FILE, missing_network, teachers_flops
 from atoll.train.estimate import job_bytes
 from atoll.train.spec import job_settings
 
@@ -101,6 +101,7 @@ class EvaluatedModel:
             seconds=sum(one.seconds for one in spent),
             longest_job_seconds=max(one.seconds for one in training_costs(jobs._contents()) or spent),
             memory_bytes=max(sizes),
+            teachers_flops=teachers_flops(self.run, contents) or None,
         )
 
     def sampling(self, settings: SampleSettings, active: float, sizes: dict[Size, int] | None = None) -> SamplingCost:

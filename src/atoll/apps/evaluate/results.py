@@ -180,6 +180,8 @@ class TrainingCost(ComputeSpec):
     longest_job_seconds: float
     memory_bytes: int
     """Estimated memory of the largest job, in one process."""
+    teachers_flops: int | None = None
+    """FLOPs of the training of the experts that a student was distilled from, which `flops` does not include."""
 
 
 class SamplingCost(Content):

@@ -99,6 +99,7 @@ def tables(result: EvaluationResult) -> list[NumberTable]:
         cost = {
             "parameters": number(training.parameters, lambda count: f"{count / 1e6:.1f} M"),
             "FLOPs": number(training.flops, power),
+            "with teachers": number(training.teachers_flops and training.flops + training.teachers_flops, power),
             "time": number(training.seconds, "{:.0f} s"),
             "longest job": number(training.longest_job_seconds, "{:.0f} s"),
             "memory": number(training.memory_bytes, size_text),

@@ -1,6 +1,6 @@
 """The jobs of a run and their dependencies.
 
-    encode -> clusters, text -> shards ──┬-> (start) -> experts -> student
+    encode -> clusters, text -> shards ──┬-> (start) -> experts -> student, students
                                          ├-> router
                                          └-> monolith
 
@@ -20,9 +20,18 @@ from atoll.core.artifacts import Artifact
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 
-GroupKind = Literal["prepare", "start", "experts", "router", "monolith", "student"]
-_JOB_KINDS: tuple[layout.JobKind, ...] = ("start", "expert", "router", "monolith", "student")
-"""Training jobs in order of dependency."""
+GroupKind = Literal["prepare", "start", "experts", "router", "monolith", "student", "students"]
+_JOB_KINDS: dict[GroupKind, layout.JobKind] = {
+    "start": "start",
+    "experts": "expert",
+    "router": "router",
+    "monolith": "monolith",
+    "student": "student",
+    "students": "student",
+}
+"""Kinds of the training jobs of each group, in order of dependency."""
+_ONE_EACH = ("experts", layout.STUDENTS)
+"""Groups with a job for each expert, which reads the shards of one cluster."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +81,19 @@ def missing_groups(run: Path, config: Config, request: LaunchRequest) -> list[Gr
         config.objective(number)  # raises an error for a number that does not exist
     # Teachers
     requested = numbers if "experts" in request.kinds else ()
-    others = [number for number in range(config.clusters.count) if number not in requested]
-    absent = [number for number in others if _unfinished(run, layout.expert_job(number))]
-    if "student" in request.kinds and absent:
-        raise AtollError(
-            f"the student is distilled from all experts; {', '.join(map(str, absent))} are neither finished nor "
-            "requested. Add them with --jobs experts student"
-        )
+    for student, taught in (("student", range(config.clusters.count)), (layout.STUDENTS, numbers)):
+        absent = [n for n in taught if n not in requested and _unfinished(run, layout.expert_job(n))]
+        if student in request.kinds and absent:
+            raise AtollError(
+                f"{student}: distilled from experts, of which {', '.join(map(str, absent))} are neither finished nor "
+                f"requested. Add them with --jobs experts {student}"
+            )
+    if layout.STUDENTS in request.kinds and not config.student.steps:
+        raise AtollError("students have few steps; set student.steps, such as 4")
     training = [group for group in _training(run, config, request, numbers=numbers) if group.steps]
     # Shards: of all clusters, unless only some experts are trained
     wants_all = ("prepare" in request.kinds and not request.experts) or any(
-        group.name != "experts" for group in training
+        group.name not in _ONE_EACH for group in training
     )
     clusters = range(config.clusters.count) if wants_all else numbers
     prepared = all(Artifact(run, layout.shards(cluster)).manifest() for cluster in clusters)
@@ -104,23 +115,29 @@ def _unfinished(run: Path, job: str) -> bool:
 
 def _training(run: Path, config: Config, request: LaunchRequest, *, numbers: Sequence[int]) -> list[Group]:
     """Return the requested training jobs that are not finished, and the shared start if requested experts need it."""
-    experts = {layout.expert_job(number): number for number in numbers}
+    experts = [layout.expert_job(number) for number in numbers]
     shared, kinds = config.shared_start.flops_share > 0, set(request.kinds)
     if "start" in kinds and not shared:
         raise AtollError(f"{run} has no shared start; set shared_start.flops_share, such as 0.25")
     if shared and "experts" in kinds and any(_unfinished(run, job) for job in experts):
         kinds.add("start")
     shards = "shards" if request.prepare_workers > 1 else "prepare"
-    needs = {"experts": (shards, "start") if shared else (shards,), "student": (shards, "experts")}
+    needs = dict.fromkeys(("student", layout.STUDENTS), (shards, "experts"))
+    needs |= {"experts": (shards, "start")} if shared else {}
     groups = []
-    for kind in _JOB_KINDS:
-        name = "experts" if kind == "expert" else kind
-        steps = []
-        for job, number in (experts if kind == "expert" else {kind: 0}).items():
-            option = ("--expert", str(number)) if kind == "expert" else (f"--{kind}",)
-            arguments = ("train", str(run), *option, *request.options)
-            if name in kinds and _unfinished(run, job):
-                steps.append(JobStep(job, number, arguments, config.total_images(kind)))
+    for name, kind in _JOB_KINDS.items():
+        steps, job = [], {"experts": layout.expert_job, layout.STUDENTS: layout.student_job}.get(name)
+        for number in numbers if job else (0,):
+            option = [] if kind == "expert" else [f"--{kind}"]
+            option += ["--expert", str(number)] if job else []
+            step = JobStep(
+                job(number) if job else kind,
+                number,
+                ("train", str(run), *option, *request.options),
+                config.total_images(kind),
+            )
+            if name in kinds and _unfinished(run, step.name):
+                steps.append(step)
         groups.append(Group(name, tuple(steps), needs.get(name, (shards,))))
     return groups
 
@@ -139,10 +156,9 @@ def with_flops(run: Path, config: Config, groups: Sequence[Group]) -> list[Group
     def flops(group: Group, step: JobStep) -> int:
         if not step.images:
             return 0
-        number = layout.expert_number(step.name)
-        kind = "expert" if number is not None else group.name
+        number = step.index if group.name in _ONE_EACH else None
         try:
-            spec = resolve_job(run, config, cast(layout.JobKind, kind), expert=number)
+            spec = resolve_job(run, config, _JOB_KINDS[cast(GroupKind, group.name)], expert=number)
             cost = image_cost(spec.network, spec.shapes)
         except AtollError:
             return 0

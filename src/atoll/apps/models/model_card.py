@@ -17,6 +17,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.manifests import CLUSTERS, INGEST, ExpertContent, NetworkContent, RouterContent, training_costs
 from atoll.core.sizes import Size
 from atoll.core.version import __version__
+from atoll.experts.run import teachers_flops
 from atoll.nets import build, count_parameters
 from atoll.verify.local_trust import local_snapshot, local_trust
 
@@ -231,7 +232,9 @@ def _training(data: CardData) -> str:
     heads = ("network", "objective", "parameters", "images seen", "FLOPs", "seconds", "validation loss")
     total = f"In total: {flops:.3g} FLOPs (matrix products) and {seconds:,.0f} seconds of training."
     if data.model in (layout.STUDENT, layout.STUDENTS):
-        total += " The experts that it was distilled from are not included."
+        teachers = teachers_flops(data.run, data.experts)
+        total += " The experts that it was distilled from are not included"
+        total += f"; with them, it is {flops + teachers:.3g} FLOPs." if teachers else "."
     if any(expert.start for expert in data.experts):
         total += " The total includes the shared start of the experts, once."
     return "\n".join(["## Training", "", *_table(heads, rows), "", total])

@@ -57,12 +57,15 @@ def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
     config = remote.config if remote else _local_config(store)
     # By the clock of this machine: measuring that of the store needs the right to write.
     found = list_leases(store, authority=remote, now=time.time())
-    jobs = [layout.expert_job(expert) for expert in range(config.clusters.count)]
+    numbers = range(config.clusters.count)
+    jobs = [layout.expert_job(number) for number in numbers]
+    # Few-step students of single experts are not shared.
+    students = [] if remote else [layout.student_job(number) for number in numbers]
 
     def line(job: str) -> JobStatus | None:
         lease_status, ignored = found.leases.get(job), found.ignored.get(job)
         try:
-            kind = cast(layout.JobKind, "expert" if layout.is_expert(job) else job)
+            kind = cast(layout.JobKind, "expert" if layout.is_expert(job) else "student" if job in students else job)
             made = _line(store, job, lease_status, finished=finished, total=config.total_images(kind))
         except Refused as reason:  # hostile objects of one job must not hide the status of the others
             made = JobStatus(job, "failed", why=str(reason))
@@ -74,12 +77,12 @@ def status(store: Store, remote: RemoteRun | None = None) -> list[JobStatus]:
                 made = replace(made, images=current.images, rate=rate, seconds_left=left)
         if made is not None and ignored:
             made = replace(made, why=f"{made.why} (ignored a record: {ignored})".strip())
-        optional = job in layout.DENSE or (job == layout.START and not config.shared_start.flops_share)
+        optional = job in (*layout.DENSE, *students) or (job == layout.START and not config.shared_start.flops_share)
         # A row of an optional job only if it was started.
         return None if optional and made and made.state == "missing" else made
 
     with ThreadPoolExecutor(PARALLEL_READS) as pool:
-        return [made for made in pool.map(line, (*jobs, *layout.OTHERS)) if made is not None]
+        return [made for made in pool.map(line, (*jobs, *students, *layout.OTHERS)) if made is not None]
 
 
 def _local_config(store: Store) -> configuration.Config:
