@@ -350,6 +350,8 @@ class ExportArguments(Reporting):
     """On a base model: write one expert as a whole network, with its adapter in the weights of the base."""
     standalone: bool = False
     """Also write the code of the pipeline, so that diffusers opens the folder without Atoll."""
+    dit_pipeline: bool = False
+    """Write one class-conditional DiT as a DiTPipeline of diffusers, which opens without Atoll and without code."""
     license: Annotated[str | None, arg(metavar="ID", help_behavior_hint="(default: none)")] = None
     """License of the weights for the model card, as a hub identifier such as mit or cc-by-4.0."""
     push: Annotated[str | None, arg(metavar="OWNER/NAME", help_behavior_hint="(default: none)")] = None
@@ -367,6 +369,7 @@ class ExportArguments(Reporting):
             license=self.license,
             merge=self.merge,
             standalone=self.standalone,
+            dit_pipeline=self.dit_pipeline,
         )
         if self.push is not None:
             publish(destination, self.push, made)

@@ -117,7 +117,8 @@ examples:
         if not (folder / INDEX_FILE).is_file():
             print(f'  atoll.attach(pipe, "{folder}"), or pipe.load_lora_weights("{folder}/expert_0")')
             return
-        if self.standalone:
-            print(f'  DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True) of diffusers')
+        if self.standalone or self.dit_pipeline:
+            trust = ", trust_remote_code=True" if self.standalone else ""
+            print(f'  DiffusionPipeline.from_pretrained("{folder}"{trust}) of diffusers')
             return
         print(f'  AtollPipeline.from_pretrained("{folder}"), or atoll.load("{folder}")')

@@ -60,11 +60,7 @@ ADAPTER = "LoRA"
 def write(folder: Path, network: nn.Module, content: NetworkContent, *, density: Density | None) -> None:
     """Write a network with its declaration."""
     folder.mkdir(parents=True, exist_ok=True)
-    state, exact = network.state_dict(), diffusers_layout(network) if isinstance(network, DiT) else None
-    if isinstance(network, DiffusersExpert):
-        inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
-        fields = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
-        exact = inner, {CLASS_NAME: DIFFUSERS_CLASSES[network.class_name], **fields}
+    state, exact = network.state_dict(), diffusers_layout(network)
     if exact is None:
         save_network(network, folder)  # type: ignore[arg-type]
     else:
@@ -125,9 +121,16 @@ def stored_name(config: NetworkConfig, name: str) -> str:
     return name.removeprefix("model.")
 
 
-def diffusers_layout(network: DiT) -> tuple[dict[str, Tensor], ConfigJson] | None:
+def diffusers_layout(network: nn.Module) -> tuple[dict[str, Tensor], ConfigJson] | None:
     """Return weights and config.json of a diffusers class that stores this network exactly; None if there is none."""
-    config, state = network.config, network.state_dict()
+    state = network.state_dict()
+    if isinstance(network, DiffusersExpert):
+        inner = {name.removeprefix("model."): part for name, part in state.items() if name.startswith("model.")}
+        own = {key: value for key, value in dict(network.model.config).items() if not key.startswith("_")}
+        return inner, {CLASS_NAME: DIFFUSERS_CLASSES[network.class_name], **own}
+    if not isinstance(network, DiT):
+        return None
+    config = network.config
     for candidate in map(layout, LAYOUTS.values()):
         if candidate.refuse(config) is not None:
             continue

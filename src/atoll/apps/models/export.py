@@ -10,6 +10,8 @@ DST/
     README.md              the model card; not hashed, because people edit it
     *.py                   with `standalone`: the code of the pipeline (`standalone.py`)
 
+`dit_pipeline.py` describes the folder of `--dit-pipeline`.
+
 Experts of a base are written without it: adapters.json names the base, with its fingerprint, and the experts. Their
 folders have the files of peft and of diffusers (`experts/network_folder.py`).
 """
@@ -23,6 +25,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
+from atoll.apps.models.dit_pipeline import write_dit_pipeline
 from atoll.apps.models.model_card import CARD_FILE, CardData, model_card
 from atoll.apps.models.pipeline import components
 from atoll.apps.models.standalone import code_hashes, write_code
@@ -65,18 +68,22 @@ def export(
     license: str | None = None,
     merge: bool = False,
     standalone: bool = False,
+    dit_pipeline: bool = False,
 ) -> Manifest:
     """Write a model of a run. A finished export is left as it is; a folder with other content is an error.
 
     With `merge`, the network of one expert on a base is written as a whole: the base with the adapter in its weights.
-    With `standalone`, the folder contains the code of its pipeline, so that diffusers opens it without Atoll.
+    With `standalone`, the folder contains the code of its pipeline, so that diffusers opens it without Atoll. With
+    `dit_pipeline`, one network is written as a pipeline of diffusers (`dit_pipeline.py`).
     """
-    if merge and standalone:
-        raise AtollError("--merge writes a network of diffusers, which needs no code; omit --standalone")
+    if merge + standalone + dit_pipeline > 1:
+        raise AtollError("--merge and --dit-pipeline write what diffusers opens without code; choose one option")
     if merge:
         return _export_merged(run, destination, model)
     sampler = load(run, model, device="cpu", strict=True)
     ensemble = sampler.ensemble
+    if dit_pipeline and len(ensemble.declarations) > 1:
+        raise AtollError("a DiTPipeline has one network; choose it with --model expert:K, monolith or student")
     for declared in ensemble.declarations:
         if isinstance(declared.network, OwnConfig):
             raise AtollError(
@@ -96,9 +103,16 @@ def export(
     made_from: dict[str, Any] = {"model": model, "networks": networks}
     if standalone:
         made_from["standalone"] = True
+    if dit_pipeline:
+        made_from["dit_pipeline"] = True
     if artifact.begin(PIPELINE, made_from) is None:
-        _write(run, artifact, sampler, trained, standalone=standalone)
-        _copy_origin(run, artifact, model, trained)
+        if dit_pipeline:
+            (job, only), network = next(iter(trained.items())), ensemble.references[0].open()
+            write_dit_pipeline(artifact, network, EXPERT.parse(only, job), sampler.encoders.autoencoder())
+            remove_source_paths(destination)
+        else:
+            _write(run, artifact, sampler, trained, standalone=standalone)
+            _copy_origin(run, artifact, model, trained)
         artifact.commit(PipelineContent(experts=len(ensemble.references), model=model), exclude=[CARD_FILE])
     manifest = artifact.open(PIPELINE, verify=True)
     # An existing card may have been edited.
@@ -112,7 +126,7 @@ def export(
         router = next((content for content in public if isinstance(content, RouterContent)), None)
         sizes = sampler.sizes if len(ensemble.sizes) > 1 else ()
         code = code_hashes(destination)
-        data = CardData(run, destination.name, model, experts, router, license, sizes, code)
+        data = CardData(run, destination.name, model, experts, router, license, sizes, code, dit_pipeline)
         (destination / CARD_FILE).write_text(model_card(data), encoding="utf-8")
     return manifest
 

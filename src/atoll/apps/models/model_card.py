@@ -44,6 +44,8 @@ class CardData:
     """Sizes of the images in pixels if there are several, the default first."""
     code: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of every code file, in a folder that opens without Atoll."""
+    dit_pipeline: bool = False
+    """Whether the folder is a DiTPipeline of diffusers."""
 
     @property
     def conditioned_on(self) -> frozenset[str]:
@@ -124,6 +126,22 @@ def _usage(data: CardData) -> str:
     few = f"""
 
 To limit memory, `atoll.load("{data.name}", max_loaded_experts=1)` opens the same folder with one expert at a time."""
+    if data.dit_pipeline:
+        steps = data.experts[0].steps
+        how = f"guidance_scale=1.0, num_inference_steps={steps}" if steps else "guidance_scale=4.0"
+        return f"""## Usage
+
+With `pip install torch diffusers`, version 0.39 or newer:
+
+```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{data.name}")  # this folder, or its name on the Hub
+image = pipe(class_labels=[0], {how}).images[0]  # pipe.labels has the names of the classes
+image.save("image.png")
+```
+
+The folder has no code, and all weights are safetensors. `manifest.json` has the SHA-256 of every file."""
     if data.code:
         table = _table(("file", "SHA-256"), [(name, digest) for name, digest in data.code.items()])
         return f"""## Usage
