@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,20 @@ def test_costs_follow_solver_and_guidance(trained: Path) -> None:
     assert model.sampling(SampleSettings(steps=3, solver="heun", guidance_scale=1.0), 1.0).network_evaluations == 5
     late = SampleSettings(steps=4, guidance_scale=3.0, guidance_interval=(0.0, 0.5))  # at 1, 0.75, 0.5 and 0.25
     assert model.sampling(late, 1.0).network_evaluations == 4 + 2
+    # Autoguidance runs the weak network as often, but needs no second pass of the router.
+    auto = replace(late, guidance="autoguidance")
+    assert model.sampling(auto, 1.0) == model.sampling(late, 1.0)
+    experts = EvaluatedModel(trained, "experts", "top-1")
+    separate, shared = experts.sampling(late, 1.0), experts.sampling(replace(late, guidance_weights="conditional"), 1.0)
+    assert experts.sampling(auto, 1.0).flops == shared.flops <= separate.flops
+
+
+def test_all_options_of_guidance_reach_the_sampler() -> None:
+    how = {"guidance": "autoguidance", "guidance_interval": (0.2, 0.8), "rescale": 0.5, "guidance_scale": 2.0}
+    (settings,) = EvaluationOptions(**how).sampling()
+    assert {name: getattr(settings, name) for name in how} == how
+    with pytest.raises(AtollError, match="a guidance interval in"):
+        EvaluationOptions(guidance_interval=(0.8, 0.2))
 
 
 def test_cached_results_depend_on_the_prompts_and_the_router(trained: Path, tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from atoll.apps.studio.requests import check_request
 from atoll.apps.studio.schemas import ApiError, ImagesRequest
 from atoll.core.errors import AtollError
 from atoll.core.options import QuantizedLoadOptions
-from atoll.ensemble import SampleSettings
+from atoll.ensemble import Sampler, SampleSettings
 from atoll.nets import DiT
 from ensemble.runs import SMALL, SPACE, declared_by, fitted, write_network, write_run
+from ensemble.test_autoguidance import with_weak
 from waiting import HOUR
 
 ROUTINGS = (
@@ -51,6 +52,9 @@ ROUTINGS = (
 PIXELS, WEIGHTS = 1, 1e-3
 
 
+SETTINGS = ("routing", "steps", "guidance", "guidance_scale", "seed")
+
+
 class ManualEngine:
     """An engine whose steps the test runs one by one, and the events that it posts."""
 
@@ -61,7 +65,7 @@ class ManualEngine:
         self.events: dict[RequestState, list[Event]] = {}
 
     def submit(self, model: str = "experts", **values: Any) -> RequestState:
-        settings = {key: values.pop(key) for key in ("routing", "steps", "guidance_scale", "seed") if key in values}
+        settings = {key: values.pop(key) for key in SETTINGS if key in values}
         generation = GenerationRequest(
             SampleSettings(**{"routing": "top-1", "steps": 4, **settings}), stream=True, **values
         )
@@ -174,6 +178,26 @@ def test_only_guided_images_run_the_unconditional_pass(served_run: Path) -> None
     seen.clear()
     engine.run_steps()
     assert sum(seen) == 5 + 2 * 2
+
+
+def test_autoguidance_guides_images_without_a_prompt_too(served_run: Path) -> None:
+    """Requests with both kinds of guidance run at the same time."""
+    engine = ManualEngine(served_run)
+    model = engine.models.get("experts")
+    model.sampler.ensemble = with_weak(model.sampler)
+    auto = {"guidance": "autoguidance", "guidance_scale": 3.0, "num_images": 2}
+    requests = [
+        engine.submit(**auto),
+        engine.submit(prompt="a square", guidance_scale=3.0),
+        engine.submit(num_images=1),
+    ]
+    engine.finish()
+    offline = Sampler(with_weak(model.sampler), model.sampler.encoders)
+    expected = offline.sample(num_inference_steps=4, **auto)
+    assert (
+        np.abs(engine.images(requests[0]) - np.stack([np.asarray(one, np.int16) for one in expected])).max() <= PIXELS
+    )
+    assert np.abs(engine.images(requests[0])[:1] - engine.images(requests[2])).max() > PIXELS
 
 
 def test_a_large_request_does_not_delay_a_small_one(served_run: Path) -> None:

@@ -26,6 +26,7 @@ INVALID: list[tuple[dict[str, Any], str | None, str]] = [
     ({"guidance_scale": float("nan")}, "guidance_scale", "finite"),
     ({"guidance_scale": float("inf")}, "guidance_scale", "finite"),
     ({"guidance_scale": -1}, "guidance_scale", "greater than or equal to 0"),
+    ({"guidance": "autoguidance"}, "guidance", "train.weak_share"),
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"seed": 2**60}, "seed", "less than or equal to"),
     ({"prompt": "x" * 2001}, "prompt", "at most 2000 characters"),

@@ -42,8 +42,9 @@ examples:
             if self.plan:
                 # Memory depends on the largest batch, its number of different prompts, and whether guidance doubles it.
                 given, rows = max(len(self.prompts), len(self.labels)), min(self.batch_size, self.count)
-                guided = self.guidance_scale != 1 and given > 0
-                plan = plan_memory(sampler, rows, min(rows, max(given, 1)), guided, size=self.image_size)
+                weak = self.guidance == "autoguidance" and self.guidance_scale != 1
+                guided = weak or (self.guidance_scale != 1 and given > 0)
+                plan = plan_memory(sampler, rows, min(rows, max(given, 1)), guided, size=self.image_size, weak=weak)
                 print(json.dumps(plan.to_dict()) if self.json else "\n".join(plan.lines()))
                 return
             samples = self.generate(sampler, processes, trace=self.save_routing)

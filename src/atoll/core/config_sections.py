@@ -1,5 +1,6 @@
 """The sections of a run's configuration. Every key has a default, and a description that `atoll init` writes."""
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -99,6 +100,8 @@ def _check_ema_names(ema: dict[str, float]) -> dict[str, float]:
     return ema
 
 
+WEAK = "weak"
+"""Name of the EMA that is the weak network of autoguidance."""
 HalfLives = Annotated[dict[str, float], Field(min_length=1), AfterValidator(_check_ema_names)]
 NetworkChoice = str | dict[str, Any]  # a named size, or some fields of a network
 ExpertNetwork = Annotated[NetworkChoice, _checked("DiT")]
@@ -224,6 +227,13 @@ class TrainSection(Section):
         description="EMAs of the weights, name: half-life in images",
     )
     result_ema: str | None = Field(None, description="name of the EMA that is the result; null is the first")
+    weak_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="also store the EMA after this share of total_images, as the weak network of autoguidance; 0 is "
+        "none. For experts and the monolith",
+    )
     conditioning: Literal["auto", "text", "label", "both", "none"] = Field(
         "auto", description="what experts are conditioned on; auto is text if the data has captions, else labels"
     )
@@ -256,6 +266,16 @@ class TrainSection(Section):
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field([], description="trackers besides metrics.jsonl")
     seed: int = Field(0, ge=0, description="random seed of weights, data order, timesteps and noise")
 
+    @property
+    def weak_images(self) -> int:
+        """Number of images after which the weak network is stored, in full steps; 0 without one."""
+        return math.ceil(self.weak_share * self.total_images / self.batch_size) * self.batch_size
+
+    @property
+    def averages(self) -> int:
+        """Number of averaged weights that training keeps: the EMAs and the weak network."""
+        return len(self.ema) + (self.weak_share > 0)
+
     @model_validator(mode="after")
     def _micro_batches_are_equal(self) -> Self:
         if self.batch_size % self.grad_accum_steps:
@@ -268,6 +288,8 @@ class TrainSection(Section):
     def _result_is_an_ema(self) -> Self:
         if self.result_ema not in (None, *self.ema):
             raise ValueError(f"result_ema is {self.result_ema!r}; expected one of {', '.join(self.ema)}")
+        if self.weak_share and WEAK in self.ema:
+            raise ValueError(f"with weak_share, the weak network has the name {WEAK}; give this EMA another one")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,8 @@ WeightingName = Literal["constant", "min-snr", "as-velocity", "as-epsilon", "as-
 BridgeMode = Literal["exact", "published-linear", "published-schedule"]
 GuidanceWeights = Literal["conditional", "separate"]
 """Weights of the experts in v_null: those of the condition, p(k | x, c), or those of the null condition, p(k | x)."""
+GuidanceName = Literal["classifier-free", "autoguidance"]
+"""What guidance moves away from: the velocity with the null condition, or that of the weak network."""
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Split = Literal["train", "validation"]
 StageName = Literal["ingest", "features", "latents", "patches", "clusters", "text", "shards"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 from tyro.conf import Positional, Suppress, arg
 
 from atoll.core.errors import AtollError, unknown
-from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceWeights, SolverName
+from atoll.core.names import OWN_SOLVERS, SOLVERS, DTypeName, GuidanceName, GuidanceWeights, SolverName
 
 Overrides = Annotated[Mapping[str, Any], Suppress]
 """Settings of a run by dotted key. On the command line, `--section.key VALUE` is removed before tyro parses the rest.
@@ -30,19 +30,33 @@ class SamplingOptions:
     """How every set of images is sampled."""
 
     guidance_scale: float = 4.0  # that of DiT's sampling script
-    """Classifier-free guidance scale; 1 disables guidance."""
+    """Guidance scale; 1 disables guidance."""
+    guidance: GuidanceName = "classifier-free"
+    """Guide away from the velocity without the prompt, or (autoguidance) from that of the weak network of training."""
     guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity: those of the prompt, or those of the router without the prompt."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
+    rescale: float = 0.0
+    """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
     seed: int = 0
     """Random seed of the initial noise."""
     shift: float = 1.0
     """Timestep shift; values above 1 take more steps at high noise."""
 
     def __post_init__(self) -> None:
+        if self.guidance not in get_args(GuidanceName):
+            raise AtollError(unknown("guidance", self.guidance, get_args(GuidanceName)))
         if self.guidance_weights not in get_args(GuidanceWeights):
             raise AtollError(unknown("guidance weights", self.guidance_weights, get_args(GuidanceWeights)))
         if self.shift <= 0:
             raise AtollError(f"expected shift > 0, got {self.shift}")
+        low, high = self.guidance_interval
+        if not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
+            raise AtollError(
+                "expected rescale in [0, 1] and a guidance interval in [0, 1], got "
+                f"{self.rescale} and {self.guidance_interval}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +69,6 @@ class SampleSettings(SamplingOptions):
     """ODE solver."""
     routing: str = "top-1"  # the best strategy of DDM
     """Rule: full, top-K, threshold-P, nucleus-P, drawn, once, sample-1, oracle, nearest; over time: top-2@0.6,top-1."""
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    """Interval of times t (0 is data, 1 is noise) in which guidance is applied."""
-    rescale: float = 0.0
-    """Guidance rescale from 0 to 1: moves the standard deviation of the guided velocity to that of the conditional."""
     scheduler_times: bool = False
     """Use the scheduler's own timesteps with --solver flow-euler or flow-heun, as diffusers pipelines and Paris do."""
 
@@ -68,12 +78,6 @@ class SampleSettings(SamplingOptions):
             raise AtollError(unknown("solver", self.solver, SOLVERS))
         if self.steps < 1:
             raise AtollError(f"expected steps >= 1, got {self.steps}")
-        low, high = self.guidance_interval
-        if not 0 <= self.rescale <= 1 or not 0 <= low <= high <= 1:
-            raise AtollError(
-                "expected rescale in [0, 1] and a guidance interval in [0, 1], got "
-                f"{self.rescale} and {self.guidance_interval}"
-            )
         if self.scheduler_times and self.solver in OWN_SOLVERS:
             raise AtollError(
                 f"scheduler_times needs a diffusers solver such as flow-euler, got {self.solver}: euler and heun have "

@@ -15,6 +15,10 @@ router can weight both by p_t(k | x, c) ("conditional"), or v_null by p_t(k | x)
 both sums are exact marginal velocities, but their difference is one of clusters as well as of conditions, and guidance
 amplifies both. A router that is not conditioned has the same weights for both.
 
+Autoguidance (Karras et al. 2024, arXiv 2406.02507) replaces v_null by the velocity v_weak of networks that were trained
+less: v_weak + g (v - v_weak). Both have the condition, and the same weights of the experts. Each expert has a weak
+network of its own; the ensemble counts it as one more expert, so the G rows belong to the experts K … 2K - 1.
+
 On an accelerator the host must read the weights before it can launch the experts. It waits for the device once in an
 evaluation, when it reads the logits of the router (or the states, for `nearest`). Rules, weights, and the grouping of
 rows by expert are computed on the CPU from them, and go to the device as two small tensors. Times, clusters, guidance
@@ -29,17 +33,18 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atoll.core.device import download, upload
 from atoll.core.errors import AtollError
-from atoll.core.names import GuidanceWeights
+from atoll.core.names import GuidanceName, GuidanceWeights
 from atoll.core.sizes import Size, nearest_size
 from atoll.data.density import resized
 from atoll.ensemble.routing import Routing, RoutingState, WeightSource, parse
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import DeviceOptions, NetworkReference, OpenExpert, OpenRouter, Rescaling
-from atoll.experts.expert_cache import ExpertCache
+from atoll.experts.expert_cache import ExpertCache, spread_experts
 from atoll.flow.schedules import broadcast, check_times
 from atoll.nets import Condition, PreparedCondition
 
@@ -101,8 +106,14 @@ class Ensemble:
         self.device_options = device_options or DeviceOptions()
         self.device = self.device_options.device
         """The device of states, conditions and router."""
-        limit = len(references) if max_loaded_experts is None else max_loaded_experts
-        self.cache = ExpertCache(self.references, self.normalization, self.device_options, limit, expert_devices)
+        # Weak networks follow the experts, each on the device of its expert.
+        stored, options = list(self.references), self.device_options
+        devices = tuple(expert_devices) or spread_experts(stored, options.devices or (options.device,))
+        if any(reference.weak for reference in stored):
+            stored += [reference.weak or reference for reference in stored]
+            devices *= 2
+        limit = len(stored) if max_loaded_experts is None else max_loaded_experts
+        self.cache = ExpertCache(stored, self.normalization, options, limit, devices)
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on: any of text, pooled, label and arguments."""
         if self.conditioning & {"text", "arguments"} and any(
@@ -126,6 +137,7 @@ class Ensemble:
         *,
         routing: str | Routing | None = None,
         guidance_scale: Guidance = 1.0,
+        guidance: GuidanceName = "classifier-free",
         guidance_weights: GuidanceWeights = "separate",
         cluster: Tensor | None = None,
         rescale: float = 0.0,
@@ -140,20 +152,35 @@ class Ensemble:
         CPU; on an accelerator, they cost further waits.
         """
         t, conditions = self._check(x, t, condition, guidance_scale=guidance_scale, cluster=cluster, draw=draw)
-        # Images whose scale is not 1 also need the velocity with the null condition.
-        guided = torch.empty(0, dtype=torch.long)
-        if conditions.conditioned and self.conditioning:
+        # Images whose scale is not 1 also need the velocity with the null condition, or that of the weak networks.
+        guided, auto = torch.empty(0, dtype=torch.long), guidance == "autoguidance"
+        if auto or (conditions.conditioned and self.conditioning):
             scales = torch.as_tensor(guidance_scale).cpu().flatten().expand(len(x))
             guided = torch.nonzero(scales != 1).flatten()
         weights = self.route(
-            x, t, conditions, routing=routing, guided=guided, guidance_weights=guidance_weights, cluster=cluster,
-            draw=draw, state=state,
+            x, t, conditions, routing=routing, guided=guided,
+            guidance_weights="conditional" if auto else guidance_weights, cluster=cluster, draw=draw, state=state,
         )  # fmt: skip
+        if auto and len(guided):
+            self.check_weak()
+            # (batch + guided, 2 · experts): the rows of the guided images belong to the weak networks.
+            strong, weak = weights[: len(x)], weights[len(x) :]
+            weights = torch.cat(
+                [functional.pad(strong, (0, strong.shape[1])), functional.pad(weak, (weak.shape[1], 0))]
+            )
         # Row i of the mixture is image images[i] with condition rows[i].
         images = torch.cat([torch.arange(len(x)), guided])
-        rows = torch.cat([conditions.rows, conditions.null[guided]])
+        rows = torch.cat([conditions.rows, (conditions.rows if auto else conditions.null)[guided]])
         v = self._mixture(x, t, conditions, images=images, rows=rows, weights=weights)
         return guide(v, guided, guidance_scale, rescale=rescale) if len(guided) else v
+
+    def check_weak(self) -> None:
+        """Raise an error if an expert has no weak network."""
+        if without := [one.declaration.name for one in self.references if one.weak is None]:
+            raise AtollError(
+                f"autoguidance needs weak networks, and {', '.join(without)} was trained without; train with "
+                "train.weak_share, such as 0.2. Exports and copies of shared runs have no weak networks"
+            )
 
     def route(
         self,
@@ -398,10 +425,10 @@ def padded_size(count: int) -> int:
 def guide(v: Tensor, guided: Tensor, guidance_scale: Guidance, *, rescale: float = 0.0) -> Tensor:
     """Return v_null + g (v - v_null) for the guided images, and v for the others: (batch, C, H, W).
 
-    This is classifier-free guidance (Ho and Salimans 2022). `v` (batch + guided, C, H, W) holds the velocities of all
-    images, then of the guided images with the null condition; `guided` (guided,) is on the CPU. Guidance increases the
-    standard deviation of the velocity; `rescale` in [0, 1] moves it back towards the standard deviation of the
-    conditional velocity (Lin et al. 2023, arXiv 2305.08891, section 3.4).
+    This is classifier-free guidance (Ho and Salimans 2022), or autoguidance, for which v_null is v_weak. `v`
+    (batch + guided, C, H, W) holds the velocities of all images, then v_null of the guided images; `guided` (guided,)
+    is on the CPU. Guidance increases the standard deviation of the velocity; `rescale` in [0, 1] moves it back towards
+    the standard deviation of the conditional velocity (Lin et al. 2023, arXiv 2305.08891, section 3.4).
     """
     count = len(v) - len(guided)
     everything = len(guided) == count

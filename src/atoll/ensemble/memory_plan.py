@@ -70,32 +70,40 @@ class Plan:
 
 
 def plan_memory(
-    sampler: Sampler, batch_size: int, distinct: int | None = None, guided: bool = True, *, size: Size | None = None
+    sampler: Sampler,
+    batch_size: int,
+    distinct: int | None = None,
+    guided: bool = True,
+    *,
+    size: Size | None = None,
+    weak: bool = False,
 ) -> Plan:
     """Estimate the memory of sampling batches, with or without guidance.
 
     A batch has `distinct` prompts, by default one for each image. `size` is the size of the images in pixels, by
-    default the largest size of the model.
+    default the largest size of the model. With `weak`, each expert has a weak network for autoguidance.
     """
     ensemble, encoders, distinct = sampler.ensemble, sampler.encoders, distinct or batch_size
     size = sampler.latent_size(size) if size else max(ensemble.sizes, key=lambda size: size.area)
     shape = (ensemble.shape[0], size.height, size.width)
     references, quantize = ensemble.references, ensemble.device_options.quantize
-    limit, itemsize = min(ensemble.cache.limit, len(references)), ensemble.device_options.dtype.itemsize
+    limit = min(ensemble.cache.limit, len(references) * (1 + weak))
+    itemsize = ensemble.device_options.dtype.itemsize
     with torch.device("meta"):  # without memory for the weights
         networks = [build(reference.declaration.network) for reference in references]
-    # The experts of each device. Networks are built in float32 (4 bytes); quantized linear weights have 1 byte each.
+    # The experts of each device; weak networks would follow them. Networks are built in float32 (4 bytes); quantized
+    # linear weights have 1 byte each.
     placed: dict[torch.device, list[int]] = {}
-    for device, expert in zip(ensemble.cache.devices, networks, strict=True):
+    for device, expert in zip(ensemble.cache.devices, networks, strict=False):
         linear = sum(part.weight.numel() for part in expert.modules() if isinstance(part, nn.Linear))
         saved = linear * (itemsize - 1) if quantize else 0
-        placed.setdefault(device, []).append(weight_bytes(expert) * itemsize // 4 - saved)
+        placed.setdefault(device, []).extend([weight_bytes(expert) * itemsize // 4 - saved] * (1 + weak))
     parts: dict[str, float] = {
         f"experts on {device}" if len(placed) > 1 else "experts": sum(sorted(sizes, reverse=True)[:limit])
         for device, sizes in placed.items()
     }
-    # Every guided image has a second row with the null condition.
-    rows = batch_size * (2 if guided and ensemble.conditioning else 1)
+    # Every guided image has a second row, with the null condition or of a weak network.
+    rows = batch_size * (2 if guided and (weak or ensemble.conditioning) else 1)
     largest = max(range(len(references)), key=lambda number: references[number].size)
     network, declared = networks[largest], references[largest].declaration
     if isinstance(network, DiT) and declared.text is not None and "text" in declared.conditioning:
@@ -123,7 +131,8 @@ def plan_memory(
             parts["text encoder"] = weight_bytes(encoders.text_encoder().network)
         if isinstance(codec, Codec):
             parts["autoencoder"] = weight_bytes(codec.network)
-    return Plan(len(references), limit, batch_size, {name: int(size) for name, size in parts.items() if size})
+    sizes = {name: int(size) for name, size in parts.items() if size}
+    return Plan(len(references), min(limit, len(references)), batch_size, sizes)
 
 
 def activation_bytes(network: nn.Module, shape: Sequence[int], *, rows: int, itemsize: int) -> int:

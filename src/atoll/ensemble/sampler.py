@@ -24,7 +24,7 @@ from atoll.core.device import compute_dtype, download, dtype_name, parse_devices
 from atoll.core.distributed import ALONE, DistContext
 from atoll.core.errors import AtollError, suggest_keywords, unknown
 from atoll.core.layout import CONFIG_FILE
-from atoll.core.names import GuidanceWeights, SolverName
+from atoll.core.names import GuidanceName, GuidanceWeights, SolverName
 from atoll.core.networks import BaseConfig
 from atoll.core.options import SampleSettings
 from atoll.core.progress import progress, say, warn
@@ -182,6 +182,7 @@ class Sampler:
         guidance_scale: float | None = None,
         guidance_rescale: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
+        guidance: GuidanceName | None = None,
         guidance_weights: GuidanceWeights | None = None,
         routing: str | None = None,
         solver: SolverName | None = None,
@@ -216,8 +217,8 @@ class Sampler:
         seeds = [int(torch.randint(2**31, (), generator=own, device=own.device)) for own in generators or ()]
         changes: dict[str, Any] = {
             "steps": num_inference_steps, "guidance_scale": guidance_scale, "rescale": guidance_rescale,
-            "guidance_interval": guidance_interval, "guidance_weights": guidance_weights, "routing": routing,
-            "solver": solver, "shift": shift, "scheduler_times": scheduler_times,
+            "guidance_interval": guidance_interval, "guidance": guidance, "guidance_weights": guidance_weights,
+            "routing": routing, "solver": solver, "shift": shift, "scheduler_times": scheduler_times,
             "seed": seeds[0] if seed is None and seeds else seed,
         }  # fmt: skip
         chosen = settings or SampleSettings(routing=self.ensemble.routing.text)
@@ -240,8 +241,10 @@ class Sampler:
         negatives = _repeated("negative_prompt", negative_prompt, num_images_per_prompt)
         labels = _repeated("label", label, num_images_per_prompt)
         clusters = _repeated("cluster", cluster, num_images_per_prompt)
-        if negatives is not None and texts is None:
-            raise AtollError("negative_prompt needs a prompt")
+        if negatives is not None and (texts is None or chosen.guidance == "autoguidance"):
+            raise AtollError("negative_prompt needs a prompt, and classifier-free guidance")
+        if chosen.guidance == "autoguidance" and chosen.guidance_scale != 1:
+            self.ensemble.check_weak()  # an error before the work
         if (1 if num_images is None else num_images) < 1 or num_images_per_prompt < 1:
             raise AtollError(f"expected at least one image, got {num_images or num_images_per_prompt}")
         lengths = [len(values) for values in (texts, labels, clusters) if values is not None]
@@ -528,6 +531,7 @@ class Sampler:
             state.conditions,
             routing=settings.routing,
             guidance_scale=guidance_scale,
+            guidance=settings.guidance,
             guidance_weights=settings.guidance_weights,
             cluster=state.cluster,
             rescale=settings.rescale,
@@ -556,7 +560,8 @@ class Sampler:
         found += [
             f"these experts are not conditioned on {name}, which have no effect" for name in given if not takes[name]
         ]
-        if settings.guidance_scale != 1 and not any(takes[name] for name in given):
+        auto = settings.guidance == "autoguidance"
+        if settings.guidance_scale != 1 and not auto and not any(takes[name] for name in given):
             found.append("without a prompt or label the guidance scale has no effect")
         if any(takes[name] for name in given) and draws_unconditioned(self.ensemble, settings.routing):
             found.append("the router is not conditioned on the prompt, so the expert does not depend on it")

@@ -108,6 +108,8 @@ class NetworkReference:
     """The file of the weights, so that the system can read it ahead."""
     density: Density | None = None
     """The density of its cluster's latents, for `nearest` routing."""
+    weak: Self | None = None
+    """The same network after a part of its training, for autoguidance."""
 
 
 @dataclass(frozen=True, eq=False)

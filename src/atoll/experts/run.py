@@ -20,7 +20,7 @@ from atoll.encoders.encoders import Encoders
 from atoll.encoders.hub import public_name
 from atoll.experts.expert import Declaration, ModelReference, NetworkReference
 from atoll.nets import load_network
-from atoll.nets.io import WEIGHTS_FILE, tensors_of
+from atoll.nets.io import WEAK_FILE, WEIGHTS_FILE, tensors_of
 from atoll.nets.own import allow
 from atoll.nets.student import CLUSTERS, for_cluster
 from atoll.verify.local_trust import open_network
@@ -108,6 +108,7 @@ def _by_cluster(run: Path, reference: NetworkReference, verify: bool) -> list[Ne
         replace(
             reference,
             density=densities[layout.expert_job(cluster)],
+            weak=None,
             declaration=replace(declared, clusters=(cluster,)),
             open=lambda vector=vector: for_cluster(network(), vector),  # type: ignore[misc]
         )
@@ -136,13 +137,18 @@ def reference_of_artifact(
         density = Density.from_tensors(
             tensors_of(files.read(DENSITY_FILE)) if files else load_file(artifact.path(DENSITY_FILE))
         )
-    return NetworkReference(
+    reference = NetworkReference(
         Declaration.of(kind.parse(manifest, artifact.folder)),
         partial(load_network, artifact.folder, files.read if files else None),
         manifest.files[WEIGHTS_FILE].size,
         artifact.path(WEIGHTS_FILE),
         density,
     )
+    # Admission to a shared run measures the weights of the result only, so weak ones of others are not used.
+    if files is None and WEAK_FILE in manifest.files:
+        opened = partial(load_network, artifact.folder, ema=WEAK_FILE)
+        return replace(reference, weak=replace(reference, open=opened, file=artifact.path(WEAK_FILE)))
+    return reference
 
 
 def network_manifests(run: Path, experts: Sequence[str], *, router: bool) -> dict[str, Manifest]:

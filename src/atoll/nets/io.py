@@ -32,6 +32,8 @@ from atoll.nets.router import Router
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 CONFIG_FILE = "config.json"
+WEAK_FILE = "ema-weak.safetensors"
+"""The parameters of the weak network of autoguidance, beside the weights of a trained network."""
 WRAPPERS = ("ema", "state_dict_ema", "model", "state_dict")
 """Keys under which a checkpoint may store its weights; EMA weights are preferred."""
 _DTYPES = {
@@ -187,10 +189,14 @@ def load_initial(folder: str | Path) -> DiT | Router | DiffusersExpert | BaseExp
 
 
 def load_network(
-    folder: str | Path, read: Callable[[str], memoryview] | None = None
+    folder: str | Path, read: Callable[[str], memoryview] | None = None, *, ema: str | None = None
 ) -> DiT | Router | DiffusersExpert | BaseExpert:
-    """Load a network that `save_network` wrote, as `read_files`; raise an error if a tensor does not fit."""
+    """Load a network that `save_network` wrote, as `read_files`; raise an error if a tensor does not fit.
+
+    `ema` is a file in the folder whose parameters replace those of the network.
+    """
     (config, state), what = read_files(folder, read), f"the network of {Path(folder) / CONFIG_FILE}"
+    state |= read_weights(Path(folder) / ema) if ema else {}
     native = isinstance(config, DiTConfig | RouterConfig)
     if isinstance(config, BaseConfig):
         # An adapter of a large rank is refused before memory is spent on it, or on its base.

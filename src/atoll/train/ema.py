@@ -2,10 +2,13 @@
 
 Half-lives are counted in images, not steps, so they do not depend on the batch size. After a step of b images the
 weight of the past is 0.5 ** (b / h), with h = min(half-life, 0.05 · images seen).
+
+An EMA may end before training does: it then keeps the weights of that moment, as the weak network of autoguidance.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +20,15 @@ random initialization. 0.05 is the ramp-up of EDM's training code (Karras et al.
 
 
 class EMA:
-    """Exponential moving averages of a network's parameters, with half-lives in images."""
+    """Exponential moving averages of a network's parameters, with half-lives in images.
 
-    def __init__(self, network: nn.Module, half_lives: Mapping[str, float]) -> None:
-        self.half_lives = dict(half_lives)
+    `ends` are the numbers of images after which an EMA is not updated any more.
+    """
+
+    def __init__(
+        self, network: nn.Module, half_lives: Mapping[str, float], ends: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self.half_lives, self._ends = dict(half_lives), dict(ends)
         self._network = network
         # Kept here, because FSDP2 replaces the sharded parameters of the modules by full ones during a forward pass.
         self.parameters = dict(network.named_parameters())
@@ -34,6 +42,8 @@ class EMA:
         """Add the current weights, after `images` images in total and a step of `batch_size`."""
         current = [value.detach().float() for value in self.parameters.values()]
         for name, half_life in self.half_lives.items():
+            if images > self._ends.get(name, images):
+                continue
             decay = 0.5 ** (batch_size / max(min(half_life, RAMP * images), 1e-9))
             torch._foreach_lerp_(list(self.weights[name].values()), current, 1 - decay)
 

@@ -104,7 +104,7 @@ def job_bytes(
     half = dtype != torch.float32
     sharded, replicated = (processes > 1 and settings.parallel == parallel for parallel in ("fsdp2", "ddp"))
     weights = gradients = FLOAT * cost.parameters // (processes if sharded else 1)
-    state = weights * (3 + len(settings.ema))
+    state = weights * (3 + settings.averages)
     # Autocast casts all weights and keeps the casts for the backward pass. FSDP2 gathers the weights outside of the
     # blocks and of a few blocks instead, and reduces the gradients of one: a cast, input and result.
     casts = dtype.itemsize * cost.parameters if half else 0
@@ -215,7 +215,7 @@ def step_seconds(cost: Cost, flops: float, settings: TrainSection, *, gpu: Gpu, 
     exchanged = gathered + FLOAT if sharded else 2 * FLOAT
     exchange = (gpus - 1) / gpus * cost.parameters * exchanged / (BANDWIDTH * gpu.link)
     overlap = passes if sharded else passes * BACKWARD / (1 + BACKWARD) / micro_batches
-    updated = cost.parameters * (CLIPPED + ADAMW + AVERAGED * len(settings.ema)) / (gpus if sharded else 1)
+    updated = cost.parameters * (CLIPPED + ADAMW + AVERAGED * settings.averages) / (gpus if sharded else 1)
     return passes + max(0.0, exchange - overlap) + updated / (BANDWIDTH * gpu.memory_bandwidth)
 
 

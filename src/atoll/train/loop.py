@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.artifacts import Artifact
-from atoll.core.config_sections import TrainSection
+from atoll.core.config_sections import WEAK, TrainSection
 from atoll.core.device import ASYNCHRONOUS, compute_dtype
 from atoll.core.distributed import DistContext, full_tensor
 from atoll.core.errors import AtollError
@@ -186,9 +186,14 @@ def make_state(
     """Return the state of a network, its EMAs and its optimizer; the auxiliary network has AdamW and no EMA."""
     other = None
     if auxiliary is not None:
-        plain = settings.model_copy(update={"optimizer": "adamw", "ema": {}})
+        plain = settings.model_copy(update={"optimizer": "adamw", "ema": {}, "weak_share": 0.0})
         other = make_state(auxiliary.to(processes.device), plain, processes)
-    return TrainState(network, EMA(network, settings.ema), make_optimizer(network, settings, processes), other)
+    half_lives, ends = dict(settings.ema), {}
+    if settings.weak_share:
+        half_lives[WEAK] = settings.ema[settings.result_ema or next(iter(settings.ema))]
+        ends[WEAK] = settings.weak_images
+    ema = EMA(network, half_lives, ends)
+    return TrainState(network, ema, make_optimizer(network, settings, processes), other)
 
 
 def make_optimizer(network: nn.Module, settings: TrainSection, processes: DistContext) -> torch.optim.Optimizer:

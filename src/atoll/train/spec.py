@@ -237,8 +237,10 @@ def made_from(spec: TrainSpec) -> Inputs:
     else:
         settings["cosine_images"] = settings["total_images"]
     settings["result_ema"] = spec.result_ema
-    # Images instead of a share of total_images: a job may be prolonged if its burn-in stays the same.
+    # Images instead of a share of total_images: a job may be prolonged if its burn-in and weak network stay the same.
     settings.pop("align")
+    if settings.pop("weak_share"):
+        settings["weak_images"] = spec.settings.weak_images
     if spec.align is not None:
         settings["align"] = {key: getattr(spec.align, key) for key in ("weight", "block", "images")}
     return {
@@ -308,6 +310,8 @@ def job_settings(config: Config, kind: layout.JobKind) -> TrainSection:
         changes["activation_checkpointing"] = False  # the router is small
     if kind in ("router", "student"):
         changes["align"] = None
+    if kind not in ("expert", "monolith"):
+        changes["weak_share"] = 0.0
     changes["precision"] = dtype_name(compute_dtype(device(), config.train.precision))
     return config.train.model_copy(update=changes)
 

@@ -185,16 +185,18 @@ class Evaluation:
     def _memory(self, model: EvaluatedModel, num_images: int) -> int:
         """Return the planned memory of sampling, in bytes."""
         batch_size, guided = min(self.options.batch_size, num_images), self.options.guidance_scale != 1
+        weak = guided and self.options.guidance == "autoguidance"
         made_from = {
             "networks": model.digests(),
             "batch_size": batch_size,
             "guided": guided,
             "max_loaded_experts": self.options.load.max_loaded_experts,
             "dtype": self.options.load.precision,
+            **({"weak": True} if weak else {}),
         }
 
         def compute() -> int:
-            return plan_memory(model.open(self.options.load), batch_size, guided=guided).total
+            return plan_memory(model.open(self.options.load), batch_size, guided=guided, weak=weak).total
 
         return cached(self.run, "plans", model.model, made_from=made_from, result=int, compute=compute)
 

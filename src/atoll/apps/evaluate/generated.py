@@ -205,6 +205,8 @@ def generate(
     Several processes share the chunks. A chunk has its own noise, so its images do not depend on the process.
     """
     plain = {key: value for key, value in asdict(settings).items() if key != "routing" or model.routing}
+    # Classifier-free guidance is left out: the name of a set does not depend on a setting that it does not use.
+    plain = {key: value for key, value in plain.items() if (key, value) != ("guidance", "classifier-free")}
     plain["dtype"] = load.precision
     made_from = {"model": model.model, "networks": model.digests(), "settings": plain, "prompts": prompts.plain()}
     artifact = keyed(model.run, "generated", f"{model.label} {purpose}", made_from=made_from)

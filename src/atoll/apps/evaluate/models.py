@@ -20,6 +20,7 @@ from atoll.ensemble import Sampler, SampleSettings, load, parse
 from atoll.ensemble.sampler import evaluated_at
 from atoll.experts.cost import Cost, image_cost
 from atoll.experts.run import CLUSTERS_FILE, missing_network, teachers_flops
+from atoll.nets.io import WEAK_FILE
 from atoll.train.estimate import job_bytes
 from atoll.train.spec import job_settings
 
@@ -112,11 +113,12 @@ class EvaluatedModel:
         costs = self._costs(sizes)
         experts = [one.forward_flops for name, one in costs.items() if name != layout.ROUTER]
         # Guidance has an effect if any expert is conditioned. Then every evaluation of the velocity runs the experts
-        # twice: with the condition and with the null condition. Experts differ in size and the routing decides which
-        # ones run, so their mean FLOPs count.
+        # twice: with the condition and with the null condition. Autoguidance runs them and their weak networks. Experts
+        # differ in size and the routing decides which ones run, so their mean FLOPs count.
         contents = {content.job: content for content in self._contents()}
         conditioned = any(content.conditioning for job, content in contents.items() if job != layout.ROUTER)
-        guided = [conditioned and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
+        auto = settings.guidance == "autoguidance"
+        guided = [(auto or conditioned) and settings.guidance_at(t) != 1 for t in evaluated_at(settings)]
         calls = active * (len(guided) + sum(guided))
         flops = calls * sum(experts) / len(experts)
         if layout.ROUTER in costs:
@@ -124,12 +126,19 @@ class EvaluatedModel:
             # weights the router runs twice.
             rules = parse(settings.routing).rules
             routed = guided[:1] if rules[0].keeps and len(rules) == 1 else guided
-            twice = contents[layout.ROUTER].conditioning and settings.guidance_weights == "separate"
+            separate = settings.guidance_weights == "separate" and not auto
+            twice = contents[layout.ROUTER].conditioning and separate
             flops = (len(routed) + (sum(routed) if twice else 0)) * costs[layout.ROUTER].forward_flops + flops
         return SamplingCost(
             network_evaluations=calls,
             flops=flops,
-            weights_bytes=sum(entry.size for part in self.parts() for entry in part.open(_kind(part)).files.values()),
+            # Other EMAs than the result are stored too, but only autoguidance reads one of them.
+            weights_bytes=sum(
+                entry.size
+                for part in self.parts()
+                for name, entry in part.open(_kind(part)).files.items()
+                if not name.startswith("ema-") or (auto and name == WEAK_FILE)
+            ),
         )
 
     def _costs(self, sizes: dict[Size, int] | None = None) -> dict[str, Cost]:

@@ -17,7 +17,7 @@ from atoll.core import layout
 from atoll.core.artifacts import Content
 from atoll.core.errors import AtollError
 from atoll.core.manifests import ComputeSpec
-from atoll.core.names import GuidanceWeights, Split
+from atoll.core.names import GuidanceName, GuidanceWeights, Split
 from atoll.experts.validation import Summary
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Protocol(Content):
     steps: int
     guidance_scale: float
     guidance_interval: tuple[float, float]
+    guidance: GuidanceName = "classifier-free"
     guidance_weights: GuidanceWeights = "separate"
     """Expert weights of the unconditional velocity."""
     rescale: float

@@ -27,7 +27,7 @@ from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError, suggest_keywords, unknown
 from atoll.core.layout import CONFIG_FILE, MANIFEST_FILE
 from atoll.core.manifests import PIPELINE, NetworkContent, PipelineContent
-from atoll.core.names import GuidanceWeights, SolverName
+from atoll.core.names import GuidanceName, GuidanceWeights, SolverName
 from atoll.core.networks import BaseConfig
 from atoll.data.density import Density
 from atoll.encoders.autoencoder import Codec, PixelCodec
@@ -316,6 +316,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         height: int | None = None,
         guidance_rescale: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
+        guidance: GuidanceName | None = None,
         guidance_weights: GuidanceWeights | None = None,
         routing: str | None = None,
         solver: SolverName | None = None,
@@ -359,10 +360,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             prompt_attention_mask=prompt_attention_mask, pooled_prompt_embeds=pooled_prompt_embeds, label=label,
             cluster=cluster, num_images_per_prompt=num_images_per_prompt, width=width, height=height,
             num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, guidance_rescale=guidance_rescale,
-            guidance_interval=guidance_interval, guidance_weights=guidance_weights, routing=routing, solver=solver,
-            shift=shift, scheduler_times=scheduler_times, seed=seed, generator=generator, latents=latents,
-            callback_on_step_end=on_step_end, callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            batch_size=batch_size,
+            guidance_interval=guidance_interval, guidance=guidance, guidance_weights=guidance_weights, routing=routing,
+            solver=solver, shift=shift, scheduler_times=scheduler_times, seed=seed, generator=generator,
+            latents=latents, callback_on_step_end=on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs, batch_size=batch_size,
         )  # fmt: skip
         self.maybe_free_model_hooks()
         images: Any = samples.latents if output_type == "latent" else samples.images

@@ -17,7 +17,10 @@ __all__ = ["report"]
 # The routings of an evaluation by default, so that the page shows what is measured.
 ROUTINGS = ("top-1", "top-2", "full")
 # Settings of the last evaluation that the images of the page have, too.
-SETTINGS = ("steps", "guidance_scale", "guidance_weights", "solver", "seed", "shift")
+SETTINGS = (
+    *("steps", "guidance_scale", "guidance", "guidance_weights", "guidance_interval", "rescale", "solver", "seed"),
+    "shift",
+)
 
 
 def report(

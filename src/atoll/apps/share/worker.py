@@ -366,7 +366,7 @@ def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
     if Manifest("", made_from(spec), {}, {}).to_json() != Manifest("", manifest.made_from, {}, {}).to_json():
         raise Refused("it was made with other settings")
     # In float32: the weights, two moments of AdamW, each EMA, and one more copy as a margin; 16 MB for all other state.
-    room = (4 + len(spec.settings.ema)) * 4 * parameter_count(spec.network) + (1 << 24)
+    room = (4 + spec.settings.averages) * 4 * parameter_count(spec.network) + (1 << 24)
     if sum(entry.size for entry in manifest.files.values()) > room:
         raise Refused(f"it is larger than the {room:,} bytes that the training state of this network takes")
 

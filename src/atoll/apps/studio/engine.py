@@ -169,9 +169,9 @@ class RequestState:
 
     @property
     def guidance_scale(self) -> float:
-        """The guidance scale; 1 without a condition, where guidance has no effect."""
-        conditioned = self.slot is not None and self.slot.key is not None
-        return self.generation.settings.guidance_scale if conditioned else 1.0
+        """The guidance scale; 1 without a condition, where classifier-free guidance has no effect."""
+        conditioned, settings = self.slot is not None and self.slot.key is not None, self.generation.settings
+        return settings.guidance_scale if conditioned or settings.guidance == "autoguidance" else 1.0
 
     def unfinished(self) -> list[ImageState]:
         """Return its unfinished images, those with the fewest completed steps first."""
@@ -449,7 +449,8 @@ def _batching_key(image: ImageState) -> Hashable:
     """Return the batching key: images with equal keys share one forward pass."""
     request = image.request
     assert request.slot is not None
-    return request.model, request.slot.pool, request.generation.settings.routing, image.x.shape
+    settings = request.generation.settings
+    return request.model, request.slot.pool, settings.routing, settings.guidance, image.x.shape
 
 
 def _advance(images: Sequence[ImageState]) -> None:

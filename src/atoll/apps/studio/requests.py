@@ -84,13 +84,17 @@ def check_request(request: ImagesRequest, models: ModelRegistry) -> tuple[Genera
         with _errors_of_field("routing"):
             check_routing(model.ensemble, routing)
 
+    if request.guidance == "autoguidance":
+        with _errors_of_field("guidance"):
+            model.ensemble.check_weak()
+
     defaults = models.defaults
     steps = defaults.steps if request.steps is None else request.steps
     guidance_scale = defaults.guidance_scale if request.guidance_scale is None else request.guidance_scale
     generation = GenerationRequest(
-        SampleSettings(steps=steps, guidance_scale=guidance_scale, seed=request.seed, routing=routing).for_steps(
-            model.ensemble.steps
-        ),
+        SampleSettings(
+            steps=steps, guidance_scale=guidance_scale, guidance=request.guidance, seed=request.seed, routing=routing
+        ).for_steps(model.ensemble.steps),
         request.prompt,
         request.label,
         request.num_images,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from atoll.core.names import GuidanceWeights
+from atoll.core.names import GuidanceName, GuidanceWeights
 
 # Limits of one request bound what a single client can cost the others. They are round numbers well above common
 # settings (25 to 50 steps, guidance scales of 1 to 8); 16 images fill half of the default batch.
@@ -60,7 +60,9 @@ class ImagesRequest(BaseModel):
     steps: JsonInt | None = Field(None, ge=1, le=MAX_STEPS)
     """number of solver steps; null is the default in /v1/run"""
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE_SCALE)
-    """scale of classifier-free guidance; 1 disables it, null is the default in /v1/run"""
+    """guidance scale; 1 disables guidance, null is the default in /v1/run"""
+    guidance: GuidanceName = "classifier-free"
+    """what guidance moves away from: the velocity without the prompt, or that of the weak network of training"""
     routing: str | None = Field(None, max_length=MAX_ROUTING_CHARACTERS)
     """as in `atoll sample`; null is the default in /v1/run"""
     seed: JsonInt = Field(0, ge=0, le=MAX_SEED)
@@ -303,6 +305,7 @@ class ImageSettings(ResponseSchema):
     routing: str
     steps: int
     guidance_scale: float
+    guidance: GuidanceName
     guidance_interval: tuple[float, float]
     guidance_weights: GuidanceWeights
     rescale: float
