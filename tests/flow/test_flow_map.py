@@ -1,11 +1,12 @@
 """Targets of few-step students against the closed-form flow of a Gaussian."""
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from atoll import flow
-from atoll.flow.flow_map import step_targets
+from atoll.flow.flow_map import correction, step_targets
 
 MEAN, STD = torch.tensor([1.5, -1.0], dtype=torch.float64), 0.5
 GAUSSIAN = flow.GaussianMixture(
@@ -123,3 +124,61 @@ def test_a_student_of_a_gaussian_cluster_is_near_the_exact_map(steps: int) -> No
     euler = flow.solve(GAUSSIAN.velocity, noise, steps=1)
     assert (euler - end).square().mean().sqrt() > 0.4
     assert distance < 0.05
+
+
+def velocity_of(mean: Tensor, std: Tensor) -> flow.solvers.VelocityField:
+    """The marginal velocity of samples N(mean, std² I), whose noised states are N((1-r) mean, sigma_r²)."""
+
+    def velocity(x: Tensor, r: Tensor) -> Tensor:
+        r = r[:, None]
+        variance = ((1 - r) * std).square() + r.square()
+        return -mean + (r - (1 - r) * std.square()) / variance * (x - (1 - r) * mean)
+
+    return velocity
+
+
+def divergence(mean: Tensor, std: Tensor, r: float) -> Tensor:
+    """The Kullback-Leibler divergence of noised samples N(mean, std² I) from noised data."""
+    own, other = (((1 - r) ** 2 * one**2 + r**2) for one in (std, torch.tensor(STD)))
+    distance = ((1 - r) * (mean - MEAN)).square().sum()
+    return 0.5 * (2 * own / other + distance / other - 2 - 2 * (own / other).log())
+
+
+def quadrature() -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of noise (z, n) in two dimensions, with weights that integrate polynomials of degree 5 exactly."""
+    points, weights = (torch.tensor(part) for part in numpy.polynomial.hermite_e.hermegauss(3))
+    grid = torch.cartesian_prod(points, points, points, points)
+    every = torch.cartesian_prod(*[weights / weights.sum()] * 4).prod(1)
+    return grid[:, :2], grid[:, 2:], every
+
+
+@pytest.mark.parametrize("r", [0.2, 0.5, 0.8])
+def test_the_correction_is_the_gradient_of_the_divergence(r: float) -> None:
+    """A student x0 = z - F = mean + std z: E[F · difference] (1-r)²/r against central differences of the divergence."""
+    z, noise, weights = quadrature()
+    mean, std = torch.tensor([1.1, -0.4]).double().requires_grad_(), torch.tensor(0.7).double().requires_grad_()
+    average = z - (mean + std * z)
+    sample, times = (z - average).detach(), torch.full((len(z),), r).double()
+    difference, _ = correction(GAUSSIAN.velocity, velocity_of(mean.detach(), std.detach()), sample, times, noise)
+    (weights * (average * difference).sum(1)).sum().mul((1 - r) ** 2 / r).backward()
+    assert mean.grad is not None
+    assert std.grad is not None
+    with torch.no_grad():
+        for number, step in enumerate(1e-4 * torch.eye(2).double()):
+            slope = (divergence(mean + step, std, r) - divergence(mean - step, std, r)) / 2e-4
+            torch.testing.assert_close(mean.grad[number], slope, atol=1e-9, rtol=1e-5)
+        slope = (divergence(mean, std + 1e-4, r) - divergence(mean, std - 1e-4, r)) / 2e-4
+        torch.testing.assert_close(std.grad, slope, atol=1e-9, rtol=1e-5)
+        assert slope.abs() > 1e-3
+
+
+def test_an_exact_student_is_not_corrected() -> None:
+    z, noise, weights = quadrature()
+    sample, r = moved(z, torch.ones(len(z)).double(), torch.zeros(len(z)).double()), torch.full((len(z),), 0.7).double()
+    exact = velocity_of(MEAN, torch.tensor(STD).double())
+    difference, loss = correction(GAUSSIAN.velocity, exact, sample, r, noise)
+    torch.testing.assert_close(difference, torch.zeros_like(difference), atol=1e-9, rtol=0)
+    # The marginal velocity has the smallest loss, which is not 0: noise and sample are not known from their mixture.
+    worse = correction(GAUSSIAN.velocity, lambda x, r: exact(x, r) + 0.1, sample, r, noise)[1]
+    torch.testing.assert_close((weights * (worse - loss)).sum(), torch.tensor(0.01).double(), atol=1e-9, rtol=0)
+    assert (weights * loss).sum() > 0.1

@@ -145,9 +145,9 @@ def test_after_the_burn_in_training_is_the_ordinary_one(aligned: Copy, tmp_path:
     shutil.copytree(kept[0], run / "c/checkpoints" / kept[0].name)
     task = build_task(spec)
     train(task, Checkpoints(run, "c", inputs, ALONE))
-    assert task.projector is not None
+    assert task.auxiliary is not None
     saved = weights(kept[0])
-    for key, value in task.projector.named_parameters():
+    for key, value in task.auxiliary.named_parameters():
         assert torch.equal(value, saved[f"state-00000.safetensors:auxiliary.network.{key}"]), "it no longer changes"
 
 

@@ -22,7 +22,7 @@ from train.workers import (
 )
 from waiting import HOUR
 
-TOLD = ("--student", "--student.steps", "2", "--student.cluster", "true")
+TOLD = ("--student", "--student.steps", "2", "--student.cluster", "true", "--student.corrector", "0.25")
 JOBS = {"expert": ("--expert", "1"), "router": ("--router",), "student": ("--student",), "few steps": TOLD}
 FOLDERS = {"expert": "experts/001", "router": "router", "student": "student", "few steps": "student"}
 

@@ -82,8 +82,9 @@ def test_the_flops_of_a_few_step_student(trained_experts: Path) -> None:
     few = {"student.steps": "4", "student.total_images": "160"}
     plain = build_task(resolve_job(trained_experts, config.load(trained_experts), "student", expert=None))
     forward = training_flops(plain) // (4 * 160)
-    for scale, passes in (("1", 7.5), ("2", 8.5)):
-        values = config.load(trained_experts, {**few, "student.guidance_scale": scale})
+    # A quarter with corrections: 3 passes, three steps before, 3 of the online velocity, and those of the teacher.
+    for scale, share, passes in (("1", "0", 7.5), ("2", "0", 8.5), ("1", "0.25", 0.75 * 7.5 + 0.25 * 10)):
+        values = config.load(trained_experts, {**few, "student.guidance_scale": scale, "student.corrector": share})
         spec = resolve_job(trained_experts, values, "student", expert=0)
         assert training_flops(build_task(spec)) == passes * forward * 160 == JobCosts.of(spec).flops
 
@@ -162,6 +163,34 @@ def test_the_steps_of_a_batch_begin_where_the_student_arrives(trained_experts: P
         average = teacher(x, t)
         error = (average - teacher(x - length[:, None, None, None] * average, t - length)).square().flatten(1).mean(1)
     torch.testing.assert_close(loss, error * ((t - length) / 0.05).square().clamp(max=1), atol=1e-5, rtol=1e-3)
+
+
+def test_a_quarter_of_the_images_is_corrected(trained_experts: Path) -> None:
+    """At the start the online velocity is the teacher's, so only its own loss has gradients on these images."""
+    values = config.load(trained_experts, FEW | {"student.corrector": "0.25"})
+    task = build_task(resolve_job(trained_experts, values, "student", expert=0))
+    assert isinstance(task, FewStepTask)
+    assert task.auxiliary is not None
+    inputs = micro_batch(task)
+    found = task.losses(task.network, inputs)
+    assert found.regularization is not None
+    corrected = found.regularization > 0
+    assert corrected.tolist() == [False] * 6 + [True] * 2
+    torch.testing.assert_close(found.loss[corrected], torch.zeros(2), atol=1e-6, rtol=0)
+    assert bool((found.loss[~corrected] > 0).all())
+    # The velocity of noise minus sample, of which the network knows the mixture only
+    found.minimized[corrected].sum().backward()
+    assert all(
+        parameter.grad.abs().max() < 1e-2 for parameter in task.network.parameters() if parameter.grad is not None
+    )
+    assert any(parameter.grad.abs().max() > 1e-2 for parameter in task.auxiliary.parameters())
+    # Another online velocity moves the samples along the difference, with the mean norm of the predictions' gradients.
+    with torch.no_grad():
+        for parameter in task.auxiliary.parameters():
+            parameter.mul_(1.5)
+    again = task.losses(task.network, inputs).loss
+    torch.testing.assert_close(again[~corrected], found.loss[~corrected])
+    assert bool((again[corrected] > 1e-3).all())
 
 
 def test_a_student_in_training_equals_its_plain_result() -> None:
@@ -246,6 +275,9 @@ def test_experts_and_few_step_students_cannot_be_mixed(distilled: Path) -> None:
         ({}, 0, "a student of one expert has few steps"),
         ({"student.steps": "2"}, 7, "there is no expert 7"),
         ({"student.init_from": "start"}, None, "no finished shared start"),
+        ({"student.corrector": "0.25"}, None, "corrector needs a few-step student of one expert"),
+        ({"student.steps": "4", "student.corrector": "0.25"}, None, "corrector needs a few-step student of one expert"),
+        ({"student.steps": "4", "student.corrector": "0.25"}, 0, "with 4 steps needs more than 8 images"),
         ({"student.init_from": "expert:0", "student.network": "DiT-XS/4"}, None, "another network than experts/000"),
     ],
 )

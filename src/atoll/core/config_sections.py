@@ -360,6 +360,12 @@ class StudentSection(Section):
     guidance_scale: float = Field(
         1.0, ge=0, description="guidance scale that a few-step student learns; it then samples without guidance"
     )
+    corrector: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="share of the batch that corrects the distribution of a few-step student's samples, such as 0.25",
+    )
     block: int = Field(8192, ge=1, description="images whose targets are computed at once, one expert after the other")
 
 

@@ -21,6 +21,17 @@ teacher v where the student arrives. The error is 0 exactly if (2) holds for all
 each i with d in (0, 1/S]. Step i begins at x_i = f(x_{i-1}, t_{i-1}, 1/S), where the student's own steps before it end,
 x_0 being noise: the states that it meets in sampling. If F is exact for the steps before i, then x_i lies on the
 trajectory of the teacher, and the exact F of step i completes it. So S exact steps compose to the flow from 1 to 0.
+
+**Correction.** Errors of early lengths move the states at which (3) evaluates the teacher, and nothing brings them
+back. FreeFlow's corrector compares distributions instead. A sample x0 of the student is noised to
+x_r = (1 - r) x0 + r n. Let q_r be the density of such states and v_q their marginal velocity E[n - x0 | x_r], which an
+online network learns from them. The score of q_r is -(x_r + (1 - r) v_q) / r, and that of the teacher's p_r has its v.
+Hence for x0 = x - d F the gradient of the Kullback-Leibler divergence of q_r from p_r is
+
+    d KL / dF = d (1 - r)² / r  E[v_q(x_r, r) - v(x_r, r)]                                         (4)
+
+The correction is the difference in (4). It is 0 if the student samples the teacher's distribution. The factor is left
+to the distribution of r, as in FreeFlow.
 """
 
 from collections.abc import Callable
@@ -59,3 +70,17 @@ def step_targets(
     derivative = (average(x, t, high) - average(x, t, low)) / span
     arrived = x - length * (average(x, t, d) if at_d is None else at_d)
     return velocity(arrived, t - d) - length * derivative
+
+
+def correction(
+    velocity: VelocityField, online: VelocityField, sample: Tensor, r: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the difference v_q - v in (4) of samples x0 (batch, …), and the loss of the online velocity (batch,).
+
+    The difference has no gradient; the gradient of the loss is that of the online network. Times r are on the CPU.
+    """
+    share = broadcast(upload(r, sample.device), sample)
+    noised = (1 - share) * sample + share * noise
+    student = online(noised, r)
+    loss = (student - (noise - sample)).square().flatten(1).mean(1)
+    return student.detach() - velocity(noised, r), loss

@@ -50,6 +50,10 @@ class Stream(IntEnum):
     """Initial noise of sampling."""
     STUDENT_VALIDATION = 22
     """Initial noise in its validation."""
+    CORRECTOR_NOISE = 23
+    """Noise that is added to its samples."""
+    CORRECTOR_TIME = 24
+    """Times of its noised samples."""
     EVALUATION_SEED = 31
     """Seeds of the images that are generated for an evaluation."""
     EVALUATION_DRAW = 34

@@ -59,7 +59,7 @@ class TrainState:
     ema: EMA
     optimizer: torch.optim.Optimizer
     auxiliary: "TrainState | None" = None
-    """The state of a network that only training needs (`Task.projector`); None without one."""
+    """The state of a network that only training needs (`Task.auxiliary`); None without one."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

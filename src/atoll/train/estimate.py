@@ -262,6 +262,8 @@ class JobCosts:
             dtype = torch.bfloat16 if gpus else compute_dtype(place)
             sizes = [parameter_count(network) for network in networks]
             memory += dtype.itemsize * (sum(sizes) if spec.few_steps else max(sizes))
+            if spec.student is not None and spec.student.corrector:
+                memory += 4 * FLOAT * cost.parameters  # the online velocity: weights, moments and gradients
             forward = sum(image_cost(network, spec.shapes).forward_flops for network in networks)
             distillation = distillation_flops(spec, forward // len(networks))
         flops = cost.training_flops(settings) * settings.total_images + distillation

@@ -8,12 +8,16 @@ steps and a batch of B images:
     F = student(x_i, t_i, d)                          with d uniform in (0, 1/S], the one pass with gradients
     target (B, C, H, W)                               two passes for dF/dd, one of the teacher where F arrives
 
+With `student.corrector`, a share of the images makes the last step in full, to a sample. Its target is F minus the
+correction: the difference of the velocities of noised samples and of the teacher. The online network that learns the
+former begins as the student does.
+
 A student of one expert needs that expert alone. A student of all clusters keeps all teachers in memory: their states
 depend on the student, so targets cannot be computed ahead of its training.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from atoll import flow
 from atoll.core import layout
 from atoll.core.device import compute_dtype, full_float32, upload
 from atoll.core.distributed import ALONE, DistContext
+from atoll.core.errors import AtollError
 from atoll.core.manifests import ComputeSpec, ExpertContent
 from atoll.data.dataset import Batch
 from atoll.ensemble import Ensemble
@@ -31,7 +36,7 @@ from atoll.experts.expert import DeviceOptions, OpenExpert, condition_of
 from atoll.experts.run import expert_of_run
 from atoll.experts.validation import Summary, time_weight
 from atoll.flow import rng
-from atoll.flow.flow_map import step_targets
+from atoll.flow.flow_map import correction, step_targets
 from atoll.flow.schedules import LINEAR
 from atoll.nets import Condition
 from atoll.train.distill import StudentTask
@@ -41,6 +46,11 @@ VALIDATION_IMAGES = 256
 """Images of the validation: distances of images of equal noise have a small variance, so a few hundred suffice."""
 TEACHER_STEPS = 50
 """Euler steps of the teacher in the validation: those of sampling."""
+CORRECTOR_TIME = 0.8
+"""Mean of the logit of a corrected sample's time. FreeFlow prefers high noise in this way; its standard deviation of 1
+is the usual one, and not known of FreeFlow."""
+FLOOR = 1e-3
+"""Added to the squared error by which a prediction is divided beside a corrector: far below the errors that matter."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,17 @@ class FewStepTask(StudentTask):
         """Return the mean squared error against the target for each image, weighted as in validation.
 
         The error of an x0 teacher's velocity grows as 1/t at the end of the last step, as that of `StudentTask`.
+
+        Beside a corrector, predictions are divided by their squared error, as in FreeFlow: else errors on which both
+        disagree dominate. Corrections are scaled so that both have gradients of the same mean norm in a batch. FreeFlow
+        has a factor between these norms, of little influence from 0.3 to 3; here it is 1.
         """
         steps, count, device = self.spec.few_steps, len(inputs.index), self.device
         # Times and clusters stay on the CPU, where they are known: reading them from the device would wait for it.
         step = torch.arange(inputs.position, inputs.position + count) % steps
         u = rng.uniform(count, seed=self.seed, stream=rng.Stream.STUDENT_LENGTH, first=inputs.position)
+        corrected = self._corrected(inputs.position, count)
+        step, u = torch.where(corrected, steps - 1, step), torch.where(corrected, 0, u)
         t, d = 1 - step / steps, (1 - u) / steps
 
         def average(x: Tensor, t: Tensor, d: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
@@ -88,12 +104,60 @@ class FewStepTask(StudentTask):
                 x = x.index_add(0, there, average(x[there], start, length, there), alpha=-1 / steps)
         times, lengths = upload(t, device), upload(d, device)
         output = self.velocity(forward, x, times, condition=inputs.condition, cluster=inputs.cluster, length=lengths)
+        clusters, end = self._clusters(inputs.index), upload(t - d, device)
+
+        # Predictions
+        own = torch.nonzero(~corrected).flatten()
+        rows = upload(own, device)
         # A difference of two values in bfloat16 would be mostly rounding error.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            velocity = self.teacher_velocity(inputs.condition, self._clusters(inputs.index))
-            target = step_targets(velocity, average, x, t, d, longest=1 / steps, at_d=output.detach())
-        end = upload(t - d, device)
-        return Losses(time_weight(end) * (output - target).square().flatten(1).mean(1), end, {})
+            velocity = self.teacher_velocity(inputs.condition[rows], clusters[own])
+            known = partial(average, rows=rows)
+            target = step_targets(
+                velocity, known, x[rows], t[own], d[own], longest=1 / steps, at_d=output[rows].detach()
+            )
+        error, weight = (output[rows] - target).square().flatten(1).mean(1), time_weight(end[rows])
+        if not corrected.any():
+            return Losses(weight * error, end, {})
+
+        # Corrections
+        weight = weight / (error.detach() + FLOOR)
+        last = torch.nonzero(corrected).flatten()
+        others = upload(last, device)
+        condition, cluster = inputs.condition[others], inputs.cluster[others]
+
+        def online(x: Tensor, r: Tensor) -> Tensor:
+            assert self.auxiliary is not None
+            return self.velocity(self.auxiliary, x, upload(r, device), condition=condition, cluster=cluster)
+
+        first, shape = inputs.position + last.numpy(), (len(last), *x.shape[1:])
+        noise = rng.normal(shape, seed=self.seed, stream=rng.Stream.CORRECTOR_NOISE, first=first)
+        logit = rng.normal((len(last), 1), seed=self.seed, stream=rng.Stream.CORRECTOR_TIME, first=first)[:, 0]
+        r = torch.sigmoid(CORRECTOR_TIME + logit)
+        sample, velocity = x[others] - output[others].detach() / steps, self.teacher_velocity(condition, clusters[last])
+        difference, regularization = correction(velocity, online, sample, r, upload(noise, device))
+        size = difference.square().flatten(1).mean(1).sqrt().mean()
+        difference *= (weight * error.detach().sqrt()).mean() / (size + FLOOR)
+        change = (output[others] - output[others].detach() + difference).square().flatten(1).mean(1)
+
+        # In the order of the batch
+        order = torch.argsort(torch.cat([own, last]))
+        back = upload(order, device)
+        added = torch.cat([torch.zeros_like(error), regularization])[back]
+        return Losses(torch.cat([weight * error, change])[back], end, {}, added)
+
+    def _corrected(self, position: int, count: int) -> Tensor:
+        """Return whether images (batch,) are corrected: groups of as many as there are steps, evenly spread."""
+        assert self.spec.student is not None
+        group = torch.arange(position, position + count, dtype=torch.double) // self.spec.few_steps
+        share = self.spec.student.corrector
+        found = ((group + 1) * share).floor() > (group * share).floor()
+        if share and not 0 < found.sum() < count:
+            raise AtollError(
+                f"student.corrector {share:g} with {self.spec.few_steps} steps needs more than {count} images of a "
+                "process at a time"
+            )
+        return found
 
     def teacher_velocity(self, condition: Condition, cluster: Tensor) -> flow.solvers.VelocityField:
         """Return the guided velocity field of each image's teacher; the clusters (batch,) are on the CPU."""
@@ -102,7 +166,8 @@ class FewStepTask(StudentTask):
         described = condition.map(lambda part: part.to(dtype) if part.is_floating_point() else part)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            return self.teacher.velocity(x, t, described, guidance_scale=scale, cluster=cluster).float()
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                return self.teacher.velocity(x, t, described, guidance_scale=scale, cluster=cluster).float()
 
         return velocity
 

@@ -9,6 +9,7 @@ The job of an expert reads the shards of its cluster only, and the shared start 
 only.
 """
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -55,13 +56,18 @@ def build_task(spec: TrainSpec) -> Task:
     if initial is not None:
         plain.load_state_dict(load_initial(initial).state_dict())
     set_checkpointing(plain, spec.settings.activation_checkpointing)
-    network = as_trained(spec, plain)
+    network: nn.Module = as_trained(spec, plain)
     shards, validation = (Shards.open(spec.run, list(spec.clusters), split) for split in ("train", "validation"))
     # Built after the network, whose random weights it must not change.
-    projector = None if spec.align is None else Projector(spec.align)
+    auxiliary: nn.Module | None = None if spec.align is None else Projector(spec.align)
+    if spec.student is not None and spec.student.corrector:
+        auxiliary = copy.deepcopy(plain)
+        if spec.told_clusters:
+            assert isinstance(auxiliary, DiT)
+            auxiliary = StudentNetwork(auxiliary, length=False, clusters=spec.told_clusters)
     student = FewStepTask if spec.few_steps else StudentTask
     kinds: dict[str, type[Task]] = {"router": RouterTask, "student": student}
-    return kinds.get(spec.kind, ExpertTask)(spec, network, shards, validation, projector)
+    return kinds.get(spec.kind, ExpertTask)(spec, network, shards, validation, auxiliary)
 
 
 def as_trained(spec: TrainSpec, network: nn.Module) -> nn.Module:

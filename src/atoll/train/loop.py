@@ -75,7 +75,7 @@ def train(task: Task, checkpoints: Checkpoints, callback: TrainCallback | None =
         compute_dtype(processes.device, settings.precision),
         blocks=transformer_blocks(task.network),
     )
-    state = make_state(task.network, settings, processes, auxiliary=task.projector)
+    state = make_state(task.network, settings, processes, auxiliary=task.auxiliary)
     images, seconds = checkpoints.load_newest(state)
     # The batch size is among the inputs that a checkpoint must agree with, so the step count follows from the images.
     state.at_step(images // settings.batch_size)

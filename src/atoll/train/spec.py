@@ -177,6 +177,12 @@ def resolve_job(
             "student.network"
         )
 
+    if student is not None and student.corrector and not (student.steps and (student.cluster or len(clusters) == 1)):
+        raise AtollError(
+            "student.corrector needs a few-step student of one expert, or one that is told the cluster: samples of all "
+            "clusters are not distributed as those of one teacher"
+        )
+
     # Objective
     parts = objective_choice.model_dump() if objective_choice else {}
     if isinstance(network, BaseConfig) and kind == "student" and network.trace.prediction != "velocity":
@@ -258,7 +264,7 @@ def made_from(spec: TrainSpec) -> Inputs:
 def _of_student(spec: TrainSpec) -> Inputs:
     """Return how a student is distilled, as far as it changes the result."""
     assert spec.student is not None
-    chosen = spec.student.model_dump(include={"cluster", "steps", "guidance_scale"})
+    chosen = spec.student.model_dump(include={"cluster", "steps", "guidance_scale", "corrector"})
     return {**chosen, "from_expert": spec.from_expert}
 
 
@@ -284,10 +290,13 @@ def distillation_flops(spec: TrainSpec, teacher: int) -> int:
     """
     assert spec.student is not None
     guided = spec.few_steps and spec.student.guidance_scale != 1 and spec.conditioning
-    images, student = spec.settings.total_images, image_cost(spec.network, spec.shapes).forward_flops
+    images, steps = spec.settings.total_images, spec.few_steps
+    corrected = int(images * spec.student.corrector)
     # Passes of a few-step student without gradients: two for a derivative, and for an image of step i the i before it.
-    passes = 2 * images + images * (spec.few_steps - 1) // 2 if spec.few_steps else 0
-    return images * teacher * (2 if guided else 1) + passes * student
+    # A corrected image has made all steps but the last, and the online velocity has a forward and a backward pass.
+    passes = (images - corrected) * (steps + 3) // 2 + corrected * (steps + 2) if steps else 0
+    forward = image_cost(spec.network, spec.shapes).forward_flops
+    return images * teacher * (2 if guided else 1) + passes * forward
 
 
 def expert_flops(run: Path) -> int:

@@ -28,7 +28,6 @@ from atoll.experts.expert import Declaration, OpenExpert, condition_of
 from atoll.experts.validation import IMAGES, Summary, ValidationSet, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition, Router
-from atoll.train.align import Projector
 from atoll.train.spec import TrainSpec, shared_start
 
 CALIBRATION_IMAGES = IMAGES
@@ -93,8 +92,9 @@ class Task(ABC):
     network: nn.Module
     shards: Shards
     validation: Shards
-    projector: Projector | None = None
-    """With alignment: trained besides the network, without EMA, and not part of the result."""
+    auxiliary: nn.Module | None = None
+    """A network that is trained besides, without EMA, and not part of the result: the projector of an alignment, or the
+    online velocity of a corrector."""
 
     @property
     def seed(self) -> int:
@@ -195,11 +195,11 @@ class ExpertTask(Task):
     def losses(self, forward: Forward, inputs: TrainingInputs) -> Losses:
         """Return the loss of the objective for each image, and its alignment."""
         noised, align, extra = inputs.noised, self.spec.align, dict[str, Tensor]()
-        if self.projector is None or align is None or inputs.patches is None:
+        if self.auxiliary is None or align is None or inputs.patches is None:
             output, regularization = forward(noised.input, noised.timestep, inputs.condition), None
         else:
             output, tokens = forward(noised.input, noised.timestep, inputs.condition, tap=align.block)
-            extra["alignment"] = self.projector(tokens, inputs.patches, align.token_grid(*noised.input.shape[2:]))
+            extra["alignment"] = self.auxiliary(tokens, inputs.patches, align.token_grid(*noised.input.shape[2:]))
             regularization = align.weight * extra["alignment"]
         # Further channels of the output would be a learned variance, which is not trained.
         loss = self.objective.loss(output[:, : noised.target.shape[1]], noised)
