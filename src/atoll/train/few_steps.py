@@ -10,7 +10,8 @@ steps and a batch of B images:
 
 With `student.corrector`, a share of the images makes the last step in full, to a sample. Its target is F minus the
 correction: the difference of the velocities of noised samples and of the teacher. The online network that learns the
-former begins as the student does.
+former begins as the student does. FreeFlow has one step; correcting the last one of several is ours, and so is that
+guidance has no interval of its own here.
 
 A student of one expert needs that expert alone. A student of all clusters keeps all teachers in memory: their states
 depend on the student, so targets cannot be computed ahead of its training.
