@@ -105,7 +105,7 @@ def test_the_policy_counts_the_adapter(trained_base: Path, folder: Path) -> None
     review(trained_base, folder)
     count = sum(tensor.numel() for tensor in load_file(folder / WEIGHTS).values())
     review(trained_base, folder, Policy(max_parameters=count))
-    with pytest.raises(Refused, match=f"has {count:,} parameters; the policy allows {count - 1:,}"):
+    with pytest.raises(Refused, match=f"has {count:,} parameters; the policy of the run allows {count - 1:,}"):
         review(trained_base, folder, Policy(max_parameters=count - 1))
 
 

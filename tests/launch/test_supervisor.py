@@ -113,7 +113,9 @@ def test_an_attempt_that_loses_its_lease_stops(tmp_path: Path) -> None:
     wait_for(lambda: trainers(tmp_path, STEP), "it runs")
     store = Store.open(tmp_path)
     # Its next renewal comes after a third of the duration and finds the next key taken.
-    wait_for(lambda: Lease.acquire(store, STEP, HOUR, holder="another", state=("held",)), "the lease is taken")
+    wait_for(
+        lambda: Lease.acquire(store, STEP, HOUR, holder="another", over=get_lease(store, STEP)), "the lease is taken"
+    )
     assert process.wait(HOUR) == RETRY_CODE, "it must stop before the command ends, with 0"
     assert not trainers(tmp_path, STEP)
     assert get_lease(store, STEP).record.holder == "another"

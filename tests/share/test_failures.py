@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from atoll.apps.share import admission, lease_records, leases
+from atoll.apps.share import lease_records, leases
 from atoll.apps.share import worker as join
 from atoll.apps.share.admit import admit
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher
@@ -125,8 +125,10 @@ def test_a_failed_deletion_of_old_keys_is_harmless(store: Store, monkeypatch: py
 
 def test_a_lease_is_acquired_only_at_the_given_epoch(store: Store) -> None:
     lease = held(store)
-    assert Lease.acquire(store, JOB, HOUR, holder="b", state=("held",), epoch=lease.record.epoch - 1) is None
-    assert Lease.acquire(store, JOB, HOUR, holder="b", state=("held",), epoch=lease.record.epoch) is not None
+    before = get_lease(store, JOB)
+    lease.renew()
+    assert Lease.acquire(store, JOB, HOUR, holder="b", over=before) is None
+    assert Lease.acquire(store, JOB, HOUR, holder="b", over=get_lease(store, JOB)) is not None
 
 
 # Contributors
@@ -166,7 +168,7 @@ def test_a_contribution_stays_proposed_if_its_review_fails(
         raise trouble
 
     with monkeypatch.context() as patch:
-        patch.setattr(admission, "review", broken)
+        patch.setattr("atoll.apps.share.admit.review", broken)
         with pytest.raises(type(trouble)):
             admit(owner, tmp_path / "o")
     lease_status = get_lease(worker.store, JOB)
@@ -181,7 +183,8 @@ def test_a_contribution_whose_reviewer_was_killed_is_reviewed_again(
     monkeypatch.setattr(lease_records, "MARGIN", 0.0)
     assert worker.run(expert=0) == 1
     owner = remote(worker.store, by="owner")
-    killed = Lease.acquire(worker.store, JOB, 0.1, holder="admission", state=("proposed",), authority=owner)
+    waiting = get_lease(worker.store, JOB)
+    killed = Lease.acquire(worker.store, JOB, 0.1, holder="admission", over=waiting, authority=owner)
     assert killed is not None
     wait_for(lambda: (lease_status := get_lease(worker.store, JOB)) is not None and lease_status.expired)
     worker._skipped.clear()

@@ -116,7 +116,7 @@ def test_a_holder_renews_above_a_malformed_record(store: Store, data: bytes) -> 
 def test_a_takeover_above_malformed_records_stops_the_old_holder(store: Store) -> None:
     sleeper = taken(store)
     store.write(key_of(JOB, 1), b"x")
-    other = Lease.acquire(store, JOB, 3600, holder="bob", state=("held",))
+    other = Lease.acquire(store, JOB, 3600, holder="bob", over=get_lease(store, JOB))
     assert other is not None
     for act in (sleeper.renew, lambda: sleeper.end("done")):
         with pytest.raises(leases.LeaseLost):

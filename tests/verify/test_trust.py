@@ -1,6 +1,7 @@
 """Roots and snapshots: which chains of versions are valid, and whose signatures count."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -276,12 +277,13 @@ def test_the_newest_snapshot_of_an_admitter_counts() -> None:
 
 def test_withdrawn_networks_publishers_and_admitters_leave_the_snapshot() -> None:
     data = snapshot("eve")
-    content = parse_signed(Snapshot, data, "it").content
-    assert list(chain(signed(V1, "owner")).usable(content)) == ["experts/001"]
+    listed = parse_signed(Snapshot, data, "it")
+    assert list(chain(signed(V1, "owner")).usable(listed)) == ["experts/001"]
+    assert chain(signed(V1, "owner")).usable(listed, "experts/000") == chain(signed(V1, "owner")).usable(None) == {}
     for change in ({"withdrawn": (ONE,)}, {"withdrawn_keys": (person("ann").public,)}):
         trust = chain(signed(V1, "owner"), signed(after(V1, **change), "owner"))
         assert newest(trust, data) == (1, 1)
-        assert trust.usable(content) == {}
+        assert trust.usable(listed) == {}
     trust = chain(signed(V1, "owner"), signed(after(V1, withdrawn_keys=(person("eve").public,)), "owner"))
     assert newest(trust, data) is None
 
@@ -289,13 +291,17 @@ def test_withdrawn_networks_publishers_and_admitters_leave_the_snapshot() -> Non
 def test_an_admitter_cannot_list_the_network_of_another_author() -> None:
     """Eve admits. She lists a network with her own signature, and one with ann's signature over other weights."""
     trust = chain(signed(V1, "owner"))
-    assert trust.usable(parse_signed(Snapshot, snapshot("eve", by="eve"), "it").content) == {}
-    content = parse_signed(Snapshot, snapshot("eve"), "it").content
-    network = content.networks["experts/001"]
+    assert trust.usable(parse_signed(Snapshot, snapshot("eve", by="eve"), "it")) == {}
+    listed = parse_signed(Snapshot, snapshot("eve"), "it")
+    network = listed.content.networks["experts/001"]
+
+    def lists(networks: dict[str, Network]) -> Signed[Snapshot]:
+        return replace(listed, content=listed.content.model_copy(update={"networks": networks}))
+
     for change in ({"weights": ONE}, {"key": person("owner").public}):
         forged = network.model_copy(update={"signature": network.signature.model_copy(update=change)})
-        assert trust.usable(content.model_copy(update={"networks": {"experts/001": forged}})) == {}
-    assert trust.usable(content.model_copy(update={"networks": {"router": network}})) == {}
+        assert trust.usable(lists({"experts/001": forged})) == {}
+    assert trust.usable(lists({"router": network})) == {}
 
 
 def test_an_older_root_or_snapshot_than_before_is_refused() -> None:

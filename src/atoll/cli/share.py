@@ -18,9 +18,29 @@ if TYPE_CHECKING:
     from atoll.verify.signing import Signer
 
 Url = Annotated[Positional[str], arg(metavar="URL")]
-Fingerprint = Annotated[
-    str | None, arg(metavar="FINGERPRINT", help_behavior_hint="(default: that of the URL, or of the folder)")
-]
+
+
+@dataclass(kw_only=True)
+class Opened:
+    """Options of the verbs that open a shared run."""
+
+    trust: Annotated[
+        str | None, arg(metavar="FINGERPRINT", help_behavior_hint="(default: that of the URL, or of the folder)")
+    ] = None
+    """Fingerprint of a shared run, if the URL has none."""
+    unsigned: bool = False
+    """Accept a shared run without its fingerprint. Anyone who can write to the store could have written it."""
+
+    def access(self, url: str, signer: "Signer | None" = None) -> tuple[str, "Access"]:
+        """Return the URL without its fragment, and how to open the run. A missing folder is an error."""
+        from atoll.apps.share.remote_run import Access, split_url
+
+        url, given = split_url(url, self.trust)
+        # Opening a store would create the folder.
+        path = url.removeprefix("file://")
+        if "://" not in path and not Path(path).is_dir():
+            raise AtollError(f"{url}: no such folder; expected a run, or the URL of one")
+        return url, Access(given, self.unsigned, signer)
 
 
 @dataclass
@@ -50,7 +70,7 @@ class Push:
 
 
 @dataclass
-class Join:
+class Join(Opened):
     """Train free experts of a shared run and publish them."""
 
     url: Url
@@ -73,10 +93,6 @@ class Join:
     """Seconds without renewal after which another worker may take over the expert."""
     publish_every: float = 300.0
     """Minimum number of seconds between two published checkpoints."""
-    trust: Fingerprint = None
-    """Fingerprint of the run, if the URL has none."""
-    unsigned: bool = False
-    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     overrides: Annotated[dict[str, str], Suppress] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -95,20 +111,10 @@ class Join:
     def _work(self, processes: "DistContext") -> None:
         from atoll.apps.share.worker import open_worker
 
-        url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
-        name = {} if self.name is None else {"name": self.name}
-        worker = open_worker(
-            url,
-            self.folder,
-            access,
-            objective=self.objective,
-            network=self.network,
-            overrides=self.overrides,
-            duration=self.lease,
-            publish_every=self.publish_every,
-            processes=processes,
-            **name,
-        )
+        url, access = self.access(self.url, open_signer(self.key))
+        options = {name: getattr(self, name) for name in ("objective", "network", "overrides", "publish_every")}
+        options |= {"name": self.name} if self.name else {}
+        worker = open_worker(url, self.folder, access, duration=self.lease, processes=processes, **options)
         print(f"working on {url} as {worker.name}, in {worker.folder}", flush=True)
         finished = worker.run(self.expert, self.wait)
         print(f"{finished} expert{'' if finished == 1 else 's'} finished", flush=True)
@@ -117,7 +123,7 @@ class Join:
 
 
 @dataclass
-class Admit:
+class Admit(Opened):
     """Check proposed experts, and accept those that pass."""
 
     url: Url
@@ -126,10 +132,6 @@ class Admit:
     """Scratch folder for the downloads."""
     key: KeyFile = None
     """Private key of an admitter or owner."""
-    trust: Fingerprint = None
-    """Fingerprint of the run, if the URL has none."""
-    unsigned: bool = False
-    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
@@ -139,13 +141,13 @@ class Admit:
         from atoll.apps.share.remote_run import RemoteRun, default_folder
         from atoll.apps.share.store import Store
 
-        url, access = access_of(self.url, self.trust, unsigned=self.unsigned, signer=open_signer(self.key))
+        url, access = self.access(self.url, open_signer(self.key))
         folder = self.folder or default_folder(url)
         show(admit(RemoteRun.open(Store.open(url), folder, access), folder), self.json, "no expert waits for admission")
 
 
 @dataclass
-class Status:
+class Status(Opened):
     """Print the state of every job of a local or shared run."""
 
     url: Annotated[Positional[str], arg(metavar="RUN")]
@@ -154,10 +156,6 @@ class Status:
     """Refresh the table until Ctrl-C."""
     every: float = 5.0
     """With --watch, seconds between two refreshes."""
-    trust: Fingerprint = None
-    """Fingerprint of a shared run, if the URL has none."""
-    unsigned: bool = False
-    """Accept a shared run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
@@ -170,7 +168,7 @@ class Status:
         from atoll.apps.share.status import as_table, status, watch
         from atoll.apps.share.store import Store
 
-        url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
+        url, access = self.access(self.url)
         store, console = Store.open(url), Console()
         remote = None if is_local(store) else RemoteRun.open(store, None, access)
         # In a terminal, the table is redrawn in place. A pipe or file gets every refresh as a new table.
@@ -188,7 +186,7 @@ class Status:
 
 
 @dataclass
-class Pull:
+class Pull(Opened):
     """Download and verify the finished experts of a shared run."""
 
     url: Url
@@ -197,10 +195,6 @@ class Pull:
     """Folder of the local run."""
     shards: bool = False
     """Also download the shards of all clusters."""
-    trust: Fingerprint = None
-    """Fingerprint of the run, if neither the URL nor the folder has it."""
-    unsigned: bool = False
-    """Accept a run without its fingerprint. Anyone who can write to the store could have written it."""
     json: bool = False
     """Print JSON."""
 
@@ -210,7 +204,7 @@ class Pull:
         from atoll.apps.share.remote_run import RemoteRun
         from atoll.apps.share.store import Store
 
-        url, access = access_of(self.url, self.trust, unsigned=self.unsigned)
+        url, access = self.access(self.url)
         verdicts = pull(RemoteRun.open(Store.open(url), self.folder, access), self.folder, self.shards)
         show(verdicts, self.json, "the store has no finished expert")
         if refused := [job for job, verdict in verdicts.items() if verdict.startswith("refused")]:
@@ -271,20 +265,6 @@ class Keys:
     def run(self) -> None:
         """Print the public key."""
         print(open_signer(self.key).public)
-
-
-def access_of(
-    url: str, fingerprint: str | None, *, unsigned: bool, signer: "Signer | None" = None
-) -> tuple[str, "Access"]:
-    """Return the URL without its fragment, and how to open the run. A missing folder is an error."""
-    from atoll.apps.share.remote_run import Access, split_url
-
-    url, given = split_url(url, fingerprint)
-    # Opening a store would create the folder.
-    path = url.removeprefix("file://")
-    if "://" not in path and not Path(path).is_dir():
-        raise AtollError(f"{url}: no such folder; expected a run, or the URL of one")
-    return url, Access(given, unsigned, signer)
 
 
 def open_signer(file: Path | None) -> "Signer":

@@ -15,7 +15,6 @@ from atoll.core.artifacts import Artifact, ArtifactKind, Content, Manifest, to_j
 from atoll.core.errors import AtollError
 from atoll.verify.signing import config_folder
 from atoll.verify.trust import MAX_BYTES, Network, Objects, Root, RootChain, Signed, Snapshot
-from atoll.verify.untrusted import Refused
 from atoll.verify.verified_files import VerifiedFiles
 
 
@@ -63,29 +62,17 @@ def open_network(
     if trust is not None:
         job = artifact.name.removesuffix(layout.final(""))
         signed = local_snapshot(artifact.run, trust)
-        listed = signed.content.networks if signed else {}
+        listed, usable = signed.content.networks if signed else {}, trust.usable(signed, job)
         made_here = job == layout.MERGED or (artifact.run / layout.metrics(job)).is_file()
         withdrawn = manifest.digest in trust.current.withdrawn
         own = made_here and job not in listed and not withdrawn
-        if not own and not _is_listed(trust, signed, job, manifest.digest):
+        if not own and (job not in usable or usable[job].manifest != manifest.digest):
             state = "differs from that of, or was withdrawn from," if job in listed or withdrawn else "is not part of"
             raise AtollError(
                 f"{artifact.folder} {state} the signed snapshot of this shared run; move it away, and get the networks "
                 "of the snapshot with atoll pull"
             )
     return manifest, VerifiedFiles(artifact, manifest) if verify or trust is not None else None
-
-
-def _is_listed(trust: RootChain, snapshot: Signed[Snapshot] | None, job: str, digest: str) -> bool:
-    """Return whether a snapshot lists this network for a job, with a valid signature of its publisher."""
-    network = snapshot.content.networks.get(job) if snapshot else None
-    if network is None or network.manifest != digest:
-        return False
-    try:
-        trust.check_listed(job, network)
-    except Refused:
-        return False
-    return True
 
 
 def save_root(run: Path, signed: Signed[Root]) -> None:
@@ -109,9 +96,8 @@ def copy_trust(run: Path, target: Artifact, networks: Mapping[str, str], *, whol
     signed = local_snapshot(run, trust) if trust else None
     if trust is None or signed is None:
         return False
-    if not all(_is_listed(trust, signed, job, digest) for job, digest in networks.items()):
-        return False
-    if whole and set(networks) != whole_model(trust.usable(signed.content)):
+    published = {job: network.manifest for job, network in trust.usable(signed).items()}
+    if not networks.items() <= published.items() or (whole and set(networks) != whole_model(published)):
         return False
     for root in trust.roots:
         name = layout.root(root.version, root.digest)
@@ -128,11 +114,7 @@ def whole_model(listed: Iterable[str]) -> set[str]:
 def signed_networks(export: Path) -> Mapping[str, Network] | None:
     """Return what the signed snapshot in an export lists, by job; None if the export carries no root."""
     trust = local_trust(export)
-    if trust is None:
-        return None
-    signed = local_snapshot(export, trust)
-    listed = signed.content.networks if signed else {}
-    return {job: network for job, network in listed.items() if _is_listed(trust, signed, job, network.manifest)}
+    return trust.usable(local_snapshot(export, trust)) if trust else None
 
 
 class Seen(Content):

@@ -358,20 +358,16 @@ class RootChain:
                 continue
         return None
 
-    def is_withdrawn(self, network: Network) -> bool:
-        """Return whether a network or the key of its publisher was withdrawn."""
-        root = self.current
-        return network.manifest in root.withdrawn or network.publisher in root.withdrawn_keys
+    def usable(self, snapshot: Signed[Snapshot] | None, job: str | None = None) -> dict[str, Network]:
+        """Return the networks of a snapshot, or that of one job, that may be used.
 
-    def check_listed(self, job: str, network: Network) -> None:
-        """Raise `Refused` unless the publisher of a listed network was allowed to publish it, and signed it."""
-        self.verify(network.signature, "publish", layout.final(job), digest=network.manifest, listed=True)
-
-    def usable(self, snapshot: Snapshot) -> dict[str, Network]:
-        """Return the networks of a snapshot that their publishers signed and that were not withdrawn since."""
+        Those whose publishers were allowed to publish them, and signed them, and that were not withdrawn since.
+        """
         found = {}
-        for job, network in snapshot.networks.items():
-            with suppress(Refused):
-                self.check_listed(job, network)
-                found[job] = network
+        for name, network in snapshot.content.networks.items() if snapshot else ():
+            if job in (None, name):
+                with suppress(Refused):
+                    slot, digest = layout.final(name), network.manifest
+                    self.verify(network.signature, "publish", slot, digest=digest, listed=True)
+                    found[name] = network
         return found

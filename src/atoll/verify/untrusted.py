@@ -7,12 +7,13 @@ reason. Sizes are bounded before the input is parsed, so that a small message ca
 import json
 import math
 import re
-from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, Self
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atoll.core.artifacts import FORMAT, FileEntry, Manifest
+from atoll.core.artifacts import Content, Manifest
 from atoll.core.errors import AtollError, wrong_fields
 from atoll.core.layout import MANIFEST_FILE
 
@@ -21,14 +22,13 @@ MAX_JSON = 4 << 20
 MAX_DEPTH = 32
 """Levels of nesting in JSON. Manifests have about 6; Python's parser recurses once per level."""
 MAX_NUMBER = 65536
-"""Largest number in the specification of a network: nine times the widest layer of the presets (ddm24b: 7,168)."""
+"""Largest number in a specification: nine times the widest layer of the presets (ddm24b: 7,168). Keys have others."""
 MAX_TEXT = 200
 """Characters of one text in the specification of a network; the longest class names of diffusers have about 40."""
 MAX_ENTRIES = 64
 """Entries of one list or object in the specification of a network; the UNet of Stable Diffusion has 48."""
-_LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
-"""Smaller limits for layers, since each layer is built before the network's size can be checked; DiT-XL has 28."""
-_HEX = re.compile(r"[0-9a-f]{64}")
+LIMITS = {"depth": 512, "num_layers": 512, "layers_per_block": 64}
+"""Other limits, by key. Each layer is built before the network's size can be checked; DiT-XL has 28."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Possessive quantifiers (++, *+) never give back what they matched, and the closing quote is optional. So a string
 # without an end is scanned once. With backtracking, every quote in it would start another scan to the end of the text.
@@ -103,62 +103,61 @@ def _finite(text: str) -> float:
     return value
 
 
-def check_bounded(value: Any, key: str) -> None:
-    """Raise `Refused` if a network's specification has too many entries, or too large numbers or texts.
+def check_bounded(value: Any, key: str, limits: Mapping[str, int] = LIMITS) -> None:
+    """Raise `Refused` if a specification has too many entries, or too large numbers or texts.
 
-    The network is built from it afterwards, so a specification must not be able to request a million layers.
+    A network is built from it afterwards, so a specification must not be able to request a million layers. `limits` are
+    those of numbers, by key.
     """
     if isinstance(value, dict | list):
         if len(value) > MAX_ENTRIES:
             raise Refused(f"{key} has {len(value)} entries; the limit is {MAX_ENTRIES}")
         for name, item in value.items() if isinstance(value, dict) else ((key, item) for item in value):
-            check_bounded(item, str(name)[:40])
-    elif isinstance(value, int | float) and abs(value) > _LIMITS.get(key, MAX_NUMBER):
-        raise Refused(f"{key} is {value}; the limit is {_LIMITS.get(key, MAX_NUMBER)}")
+            check_bounded(item, str(name)[:40], limits)
+    elif isinstance(value, int | float) and abs(value) > (limit := limits.get(key.rpartition(".")[2], MAX_NUMBER)):
+        raise Refused(f"{key} is {value}; the limit is {limit}")
     elif isinstance(value, str) and len(value) > MAX_TEXT:
         raise Refused(f"{key} is a text of {len(value)} characters; the limit is {MAX_TEXT}")
 
 
-def strict_name(name: object, what: str) -> str:
+def strict_name(name: str, what: str) -> str:
     """Return the name of a file inside an artifact. Raise `Refused` for hidden files and paths out of its folder."""
-    if not isinstance(name, str) or len(name) > 200:
-        raise Refused(f"{what} lists a file {str(name)[:80]!r}; expected a text of at most 200 characters")
-    parts = PurePosixPath(name).parts
-    if name != "/".join(parts) or not parts or not all(_NAME.fullmatch(part) for part in parts):
-        raise Refused(f"{what} lists a file {name!r}; only letters, digits, '.', '-', '_' below its folder are allowed")
+    if len(name) > 200 or not all(_NAME.fullmatch(part) for part in name.split("/")):
+        reason = "only letters, digits, '.', '-', '_' below its folder are allowed, and 200 characters"
+        raise Refused(f"{what} lists a file {name[:80]!r}; {reason}")
     if name == MANIFEST_FILE:
         raise Refused(f"{what} lists itself")
     return name
 
 
+class _File(Content):
+    # 2^50 bytes (1 PB) are far above any file, and far below what overflows a sum of sizes.
+    size: int = Field(ge=0, lt=1 << 50)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _Manifest(Content):
+    format: Literal[1]
+    kind: str
+    version: int
+    made_from: dict[str, Any]
+    content: dict[str, Any]
+    files: dict[str, _File]
+
+
 def strict_manifest(data: bytes, what: str) -> Manifest:
     """Parse a manifest; every field must have the right type, and the bytes must be canonical (`to_json`)."""
     value = strict_json(data, what)
-    if not isinstance(value, dict) or set(value) != {"format", "kind", "version", "made_from", "content", "files"}:
-        raise Refused(f"{what} is not a manifest: expected format, kind, version, made_from, content and files")
-    if value["format"] != FORMAT or not isinstance(value["kind"], str) or type(value["version"]) is not int:
-        found = f"format {value['format']!r}, kind {value['kind']!r} and version {value['version']!r}"
-        raise Refused(f"{what} has {found}; expected {FORMAT}, a text and a number")
-    if not all(isinstance(value[key], dict) for key in ("made_from", "content", "files")):
-        raise Refused(f"{what}: made_from, content and files must be objects")
-    files = {strict_name(name, what): _file_entry(entry, name, what) for name, entry in value["files"].items()}
-    if len({name.casefold() for name in files}) != len(files):
+    try:
+        files = _Manifest.model_validate(value, strict=True).files
+    except ValidationError as error:
+        raise Refused(f"{what} is not a manifest: {wrong_fields(error)}") from error
+    names = [strict_name(name, what) for name in files]
+    if len({name.casefold() for name in names}) != len(names):
         # On file systems that ignore case, the second of these files would replace the first.
         raise Refused(f"{what} lists file names that differ only in upper and lower case")
-    manifest = Manifest(value["kind"], value["made_from"], value["content"], files, value["version"])
+    manifest = Manifest.from_values(value)
     # The digest is computed from the parsed manifest. Other bytes with the same meaning would have the same digest.
     if manifest.to_json() != data:
         raise Refused(f"{what} is not canonical JSON: sorted keys, indentation of 1, UTF-8, a newline at the end")
     return manifest
-
-
-def _file_entry(entry: object, name: str, what: str) -> FileEntry:
-    if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
-        raise Refused(f"{what}: {name} must have exactly the fields size and sha256")
-    size, digest = entry["size"], entry["sha256"]
-    # 2^50 bytes (1 PB) are far above any file, and far below what overflows a sum of sizes.
-    if type(size) is not int or not 0 <= size < 1 << 50:
-        raise Refused(f"{what}: the size of {name} is {str(size)[:40]}; expected a number of bytes")
-    if not isinstance(digest, str) or not _HEX.fullmatch(digest):
-        raise Refused(f"{what}: the sha256 of {name} is not 64 hexadecimal digits")
-    return FileEntry(size, digest)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from atoll.apps.launch.launcher import NODE_VARIABLE, RETRY_CODE, SUBMISSION_VARIABLE
-from atoll.apps.share.lease_records import LeaseState, LeaseStatus, get_lease
+from atoll.apps.share.lease_records import LeaseStatus, get_lease
 from atoll.apps.share.leases import Lease, LeaseLost
 from atoll.apps.share.store import Store
 from atoll.core import layout
@@ -52,7 +52,6 @@ if hasattr(ctypes.CDLL(None), "prctl"):
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 """Wrapper that runs a command and, on Linux, sends it SIGTERM when the supervisor dies."""
-_ENDED: tuple[LeaseState, ...] = ("released", "failed", "refused", "done")
 
 
 @dataclass
@@ -183,12 +182,10 @@ def saved_images(run: Path, step: str) -> int:
 
 def try_lease(store: Store, step: str, submission: str, *, duration: float = LEASE_SECONDS) -> Lease | None:
     """Acquire the lease of a step if it is free, expired, ended or held by a dead process; else return None."""
-    lease_status = get_lease(store, step)
-    states, epoch = _ENDED, None
-    if lease_status is not None and lease_status.record.state == "held" and is_dead(lease_status, submission):
-        # Do not wait for the expiry, but only take over this very record: a new one is of a live process.
-        states, epoch = (*_ENDED, "held"), lease_status.record.epoch
-    return Lease.acquire(store, step, duration, holder=holder(submission), state=states, epoch=epoch)
+    over = get_lease(store, step)
+    if over is not None and over.record.state == "held" and not is_dead(over, submission):
+        over = None  # until it expires; a dead holder is not waited for
+    return Lease.acquire(store, step, duration, holder=holder(submission), over=over)
 
 
 def machine_id() -> str:

@@ -12,14 +12,12 @@ before they list a network. `atoll pull` leaves the fourth out: it trusts the si
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,24 +27,34 @@ from atoll.apps.share.measured import check_measured, float32_options
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.artifacts import Artifact, Manifest
 from atoll.core.errors import AtollError, first_line
-from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, ShardsContent, StartSpec
-from atoll.core.networks import BASE, LOCAL, BaseConfig, read_network
+from atoll.core.manifests import (
+    EXPERT,
+    ROUTER,
+    SHARDS,
+    BridgeSpec,
+    DataSpec,
+    ExpertContent,
+    ObjectiveSpec,
+    RouterContent,
+    ShardsContent,
+    StartSpec,
+)
+from atoll.core.networks import BASE, LOCAL, BaseConfig, DiTConfig, NetworkConfig, RouterConfig
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
 from atoll.encoders.autoencoder import Statistics
 from atoll.encoders.base_pipeline import register_base
+from atoll.experts.cost import parameter_count
 from atoll.experts.expert import OpenExpert, open_expert
 from atoll.experts.run import reference_of_artifact
-from atoll.nets import DiT, Router, build
+from atoll.nets import build
 from atoll.nets.io import CONFIG_FILE, WEIGHTS_FILE, weights_digest
 from atoll.verify.trust import Network, Policy
 from atoll.verify.untrusted import Refused, check_bounded, strict_json
 from atoll.verify.verified_files import VerifiedFiles
 
-DATA_FIELDS = ("labels", "source", "fingerprint", "latents", "statistics", "text")
-"""Fields of the manifest that must equal those of the shards."""
 _BUILD_ERRORS = (
     *(AtollError, ValueError, TypeError, KeyError, AttributeError),
     *(RuntimeError, ArithmeticError, AssertionError),
@@ -77,20 +85,29 @@ class Contribution:
         number = layout.expert_number(self.job)
         return tuple(range(len(self.shards))) if number is None else (number,)
 
-    @property
-    def kind(self) -> ArtifactKind[Any]:
-        """The kind of artifact that it must be."""
-        return ROUTER if self.job == layout.ROUTER else EXPERT
+    @cached_property
+    def content(self) -> ExpertContent | RouterContent:
+        """What it declares: plain values of the right types, and otherwise untrusted."""
+        claims = self.manifest.content
+        network, base = claims.get("network"), self.data.model_dump(mode="json")["text"] or {}
+        # A network and an objective are built from these, so they must not ask for a million layers.
+        if (base := base.get("base")) and isinstance(network, dict) and self.job != layout.ROUTER:
+            # The shards declare the base: nothing of the contributor's is built but the adapter.
+            if {**network, "lora": None} != {**base, "lora": None}:
+                raise Refused("its base network is not the one that the data of this run was prepared for")
+            network = network.get("lora")
+        check_bounded(network, "network")
+        check_bounded(claims.get("objective"), "objective")
+        try:
+            return (ROUTER if self.job == layout.ROUTER else EXPERT).parse(self.manifest, "its manifest")
+        except AtollError as error:
+            raise Refused(str(error)) from error
 
-    @property
-    def name(self) -> str:
-        """The name of the artifact that it becomes if it is admitted."""
-        return layout.final(self.job)
-
-    @property
-    def claims(self) -> Mapping[str, Any]:
-        """The content of the contributor's manifest: untrusted, with no field checked."""
-        return self.manifest.content
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state dict of the declared network on the meta device: names, shapes and dtypes without memory."""
+        with torch.device("meta"):
+            return dict(build(self.content.network).state_dict())
 
 
 @dataclass(frozen=True)
@@ -213,32 +230,57 @@ def _other_networks(remote: RemoteRun, job: str, folder: Path, data: list[Artifa
 
 def check_declaration(contribution: Contribution) -> None:
     """Refuse a manifest that does not fit the run, the job and the policy."""
-    kind = contribution.kind
-    if contribution.manifest.kind != kind.name:
-        raise Refused(f"it is an artifact of kind {contribution.manifest.kind!r}; expected {kind.name!r}")
+    job, content, policy = contribution.job, contribution.content, contribution.policy
     _check_listing(contribution)
     _check_origin(contribution)
-    _check_conditioning(contribution)
-    if kind is EXPERT:
-        _check_objective(contribution)
-    tensors = declared_tensors(contribution)
-    tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    data, router = contribution.data, job == layout.ROUTER
+    text = {"pooled", "arguments" if data.text.base else "text"} if data.text else set()
+    possible = text | ({"label"} if data.labels else set())
+    if not set(content.conditioning) <= possible:
+        raise Refused(f"it is conditioned on {', '.join(content.conditioning)}; this run's data has {sorted(possible)}")
+    if isinstance(content, ExpertContent):
+        try:
+            supported = flow.objective(**content.objective.model_dump(mode="json")).spec == content.objective
+        except _BUILD_ERRORS as error:
+            raise Refused(f"its objective cannot be built: {error}") from error
+        rms = content.bridge.prediction_error
+        if not supported or content.bridge != BridgeSpec(prediction_error=rms) or not 0 <= rms <= 10:
+            raise Refused("its objective or its bridge is not one that Atoll supports")
+    # The objective of monolith and student is the owner's choice.
+    objective = content.objective if isinstance(content, ExpertContent) and layout.is_expert(job) else None
+    check_allowed(policy, content.network, objective, based=bool(data.text and data.text.base), router=router)
+    _check_network(contribution)
+    tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in contribution.tensors.values())
     # The tensors, and at most 1 kB of header for each.
-    limit = tensor_bytes + 1024 * (len(tensors) + 64)
+    limit = tensor_bytes + 1024 * (len(contribution.tensors) + 64)
     for name, entry in contribution.manifest.files.items():
         if name != DENSITY_FILE and entry.size > limit:
             raise Refused(f"{name} has {entry.size:,} bytes; the declared network needs at most {limit:,}")
-    try:
-        content = kind.parse(contribution.manifest, contribution.name)
-    except AtollError as error:
-        raise Refused(str(error)) from error
-    if contribution.job == layout.ROUTER:
+    if isinstance(content, RouterContent):
         sizes = tuple(SHARDS.parse(own, layout.SHARDS).rows["train"] for own in contribution.shards)
         # Logits are divided by the temperature; training fits it between 0.05 and 20.
         if content.cluster_sizes != sizes or not 0.05 <= content.temperature <= 20:
             raise Refused(
                 f"it declares clusters of {content.cluster_sizes[:8]} images, temperature {content.temperature}"
             )
+
+
+def check_allowed(
+    policy: Policy, network: NetworkConfig, objective: ObjectiveSpec | None, *, based: bool, router: bool = False
+) -> None:
+    """Refuse an objective or a network beyond the policy. Experts of a `based` run are adapters of its base model."""
+    names = policy.objectives
+    if objective and names is not None and objective not in [flow.objective(name).spec for name in names]:
+        raise Refused(f"the policy of the run allows only the objectives {', '.join(names)}")
+    kinds = ("Router",) if router else (BaseConfig.class_name,) if based else policy.networks
+    if network.class_name not in kinds:
+        raise Refused(f"the policy of the run allows only the networks {', '.join(kinds)}, not {network.class_name}")
+    try:
+        count = parameter_count(network)
+    except _BUILD_ERRORS as error:
+        raise Refused(f"its network cannot be built: {error}") from error
+    if count > policy.max_parameters:
+        raise Refused(f"the network has {count:,} parameters; the policy of the run allows {policy.max_parameters:,}")
 
 
 def _check_listing(contribution: Contribution) -> None:
@@ -258,94 +300,40 @@ def _check_listing(contribution: Contribution) -> None:
 
 def _check_origin(contribution: Contribution) -> None:
     """Refuse an expert that was not trained on this cluster's shards, with the latents of this run."""
-    claims, data, clusters = contribution.claims, contribution.data.model_dump(mode="json"), contribution.clusters
-    if claims.get("job") != contribution.job or claims.get("clusters") != list(clusters):
-        found = f"job {claims.get('job')!r} of clusters {claims.get('clusters')!r}"
-        raise Refused(f"it declares {found}; expected {contribution.job!r} of {list(clusters)[:8]}")
-    for key in DATA_FIELDS:
-        if key not in claims:
-            raise Refused(f"it does not declare its {key}")
-        if claims[key] != data[key]:
+    content, data, clusters = contribution.content, contribution.data, contribution.clusters
+    if (content.job, content.clusters) != (contribution.job, clusters):
+        found = f"job {content.job!r} of clusters {content.clusters[:8]}"
+        raise Refused(f"it declares {found}; expected {contribution.job!r} of {clusters[:8]}")
+    for key in DataSpec.model_fields:
+        if getattr(content, key) != getattr(data, key):
             raise Refused(f"its field {key!r} differs from that of cluster {clusters[0]} of this run")
-    if contribution.manifest.made_from.get("data") != [own.digest for own in contribution.shards]:
+    made_from = contribution.manifest.made_from
+    if made_from.get("data") != [own.digest for own in contribution.shards]:
         raise Refused(f"it was not trained on the shards of cluster {', '.join(map(str, clusters[:8]))} of this run")
     if layout.is_expert(contribution.job):
         # The owner fitted it to the shards, whose digests the root lists, so its values need no check.
         own, expected = (made.files.get(DENSITY_FILE) for made in (contribution.manifest, contribution.shards[0]))
         if own != expected:
             raise Refused(f"its {DENSITY_FILE} is not the density in the shards of cluster {clusters[0]} of this run")
-    start, declared = contribution.start, (claims.get("start"), contribution.manifest.made_from.get("start"))
-    if declared != ((start.model_dump(mode="json"), start.manifest) if start else (None, None)):
+    start, declared = contribution.start, getattr(content, "start", None)
+    if (declared, made_from.get("start")) != (start, start.manifest if start else None):
         raise Refused("it did not begin with the shared start of this run" if start else "it declares a shared start")
 
 
-def _check_conditioning(contribution: Contribution) -> None:
-    data, conditioning = contribution.data, contribution.claims.get("conditioning")
-    text = {"pooled", "arguments" if data.text.base else "text"} if data.text else set()
-    possible = text | ({"label"} if data.labels else set())
-    if not isinstance(conditioning, list) or not set(map(str, conditioning)) <= possible:
-        raise Refused(f"it is conditioned on {str(conditioning)[:80]}; this run's data has {sorted(possible)}")
-
-
-def _check_objective(contribution: Contribution) -> None:
-    claims, policy = contribution.claims, contribution.policy
-    spec, bridge = claims.get("objective"), claims.get("bridge")
-    try:
-        check_bounded(spec, "objective")
-        if not isinstance(spec, dict) or flow.objective(**spec).spec.model_dump(mode="json") != spec:
-            raise Refused("its objective is not one that Atoll supports")
-    except _BUILD_ERRORS as error:
-        raise Refused(f"its objective cannot be built: {error}") from error
-    allowed = [flow.objective(name).spec.model_dump(mode="json") for name in policy.objectives or ()]
-    # The objective of monolith and student is the owner's choice.
-    if layout.is_expert(contribution.job) and policy.objectives is not None and spec not in allowed:
-        raise Refused(f"its objective is not among those that the policy allows: {', '.join(policy.objectives)}")
-    try:
-        given = BridgeSpec.model_validate(bridge, strict=True)
-        valid = given == BridgeSpec(prediction_error=given.prediction_error) and 0 <= given.prediction_error <= 10
-    except ValidationError:
-        valid = False
-    if not valid:
-        raise Refused(f"its bridge is {str(bridge)[:80]}; expected a prediction_error from 0 to 10")
-
-
-def declared_tensors(contribution: Contribution) -> dict[str, Tensor]:
-    """Return the state dict of the declared network on the meta device: names, shapes and dtypes without memory."""
-    description = contribution.claims.get("network")
-    if not isinstance(description, dict):
-        raise Refused("it does not declare its network")
-    kind = description.get("_class_name")
-    allowed = ("Router",) if contribution.job == layout.ROUTER else contribution.policy.networks
-    text = contribution.data.model_dump(mode="json")["text"]
-    if contribution.job != layout.ROUTER and text and text["base"]:
-        # The shards declare the base: nothing of the contributor's is built but the adapter.
-        check_bounded(description.get("lora"), "lora")
-        if {**description, "lora": None} != {**text["base"], "lora": None}:
-            raise Refused("its base network is not the one that the data of this run was prepared for")
-    else:
-        if kind not in allowed:
-            raise Refused(f"its network is a {str(kind)[:40]!r}; the policy allows {', '.join(allowed)}")
-        check_bounded(description, "network")
-    shape = contribution.data.latents.shape
-    longest = max(side for size in (shape[1:], *(contribution.data.latents.sizes or ())) for side in size)
-    side = description.get("size", description.get("sample_size", longest))
-    channels = description.get("channels", description.get("in_channels"))
-    if channels != shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * longest:
-        raise Refused(f"its network is for {channels} channels and size {side}; the latents are {list(shape)}")
-    try:
-        with torch.device("meta"):
-            network = build(read_network(description))
-    except _BUILD_ERRORS as error:
-        raise Refused(f"its network cannot be built: {error}") from error
-    scale = network.config.normalization if isinstance(network, DiT) else None
-    if scale is not None and Statistics.of_scale(scale, shape[0]) != Statistics.of(contribution.data.statistics):
+def _check_network(contribution: Contribution) -> None:
+    """Refuse a network that does not fit the latents and the clusters of the run."""
+    described, network = contribution.manifest.content["network"], contribution.content.network
+    latents = contribution.data.latents
+    longest = max(side for size in (latents.shape[1:], *(latents.sizes or ())) for side in size)
+    side = described.get("size", described.get("sample_size", longest))
+    channels = described.get("channels", described.get("in_channels"))
+    if channels != latents.shape[0] or not isinstance(side, int) or not 1 <= side <= 4 * longest:
+        raise Refused(f"its network is for {channels} channels and size {side}; the latents are {list(latents.shape)}")
+    scale = network.normalization if isinstance(network, DiTConfig) else None
+    if scale is not None and Statistics.of_scale(scale, channels) != Statistics.of(contribution.data.statistics):
         raise Refused(f"its network is for latents normalized as {scale}; this run normalizes them differently")
-    if isinstance(network, Router) and network.config.experts != len(contribution.clusters):
-        raise Refused(f"its network is for {network.config.experts} experts; this run has {len(contribution.clusters)}")
-    count = sum(parameter.numel() for parameter in network.parameters())
-    if count > contribution.policy.max_parameters:
-        raise Refused(f"its network has {count:,} parameters; the policy allows {contribution.policy.max_parameters:,}")
-    return dict(network.state_dict())
+    if isinstance(network, RouterConfig) and network.experts != len(contribution.clusters):
+        raise Refused(f"its network is for {network.experts} experts; this run has {len(contribution.clusters)}")
 
 
 # Checks in quarantine
@@ -357,9 +345,9 @@ def check_files(contribution: Contribution, artifact: Artifact) -> str:
     Return the digest of its weights.
     """
     config = strict_json(artifact.path(CONFIG_FILE).read_bytes(), CONFIG_FILE, 1 << 16)
-    if config != contribution.claims["network"]:
+    if config != contribution.manifest.content["network"]:
         raise Refused(f"{CONFIG_FILE} is not the network that the manifest declares")
-    expected = declared_tensors(contribution)
+    expected = contribution.tensors
     for file in contribution.manifest.files:
         # The density has the hash of the one in the shards (`_check_origin`).
         if not file.endswith(".safetensors") or file == DENSITY_FILE:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, NamedTuple
 from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
@@ -120,22 +120,6 @@ class Record(Content):
         return printable(text)
 
 
-class RecordChanges(TypedDict, total=False):
-    """The fields of a record that its holder may change; omitted fields keep their values."""
-
-    images: int
-    published: int
-    total: int
-    rate: float
-    loss: float | None
-    lr: float | None
-    overrides: dict[str, str]
-    checkpoint: str | None
-    manifest: str | None
-    why: str
-    failures: int
-
-
 @dataclass(frozen=True)
 class LeaseStatus:
     """The current record of a job, and its age in seconds by the clock of the store."""
@@ -157,9 +141,14 @@ class LeaseStatus:
         return self.expired or failed or self.record.state in ("released", "refused")
 
     @property
-    def proposed(self) -> bool:
-        """Whether a contribution waits for admission, including one whose reviewer stopped before a verdict."""
-        return self.record.state == "proposed" or (self.expired and self.record.manifest is not None)
+    def waiting(self) -> bool:
+        """Whether a job that no snapshot lists waits for admission.
+
+        Also if its reviewer stopped before a verdict, or, in state `done`, before the snapshot; or if the key of the
+        reviewer was withdrawn with all snapshots that it signed.
+        """
+        states = ("proposed", "done") if self.record.manifest else ("proposed",)
+        return self.record.state in states or (self.expired and self.record.manifest is not None)
 
 
 def new_name() -> str:
@@ -172,8 +161,7 @@ def key_of(job: str, epoch: int) -> str:
     return f"{layout.leases(job)}/{epoch:06d}"
 
 
-@dataclass(frozen=True)
-class LeaseList:
+class LeaseList(NamedTuple):
     """The current record of every job that ever had a lease, and why newer records were ignored, by job."""
 
     leases: dict[str, LeaseStatus]

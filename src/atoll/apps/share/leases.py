@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 from uuid import uuid4
 
 from pydantic import ValidationError
@@ -36,8 +36,8 @@ from atoll.apps.share.lease_records import (
     LAST_EPOCH,
     MAX_WHY,
     LeaseState,
+    LeaseStatus,
     Record,
-    RecordChanges,
     get_lease,
     key_of,
     list_keys,
@@ -89,7 +89,7 @@ class Lease:
         self.store, self.job, self.record, self.authority, self._clock = store, job, record, authority, clock
         self._progressed: float | None = None  # time of the last trained image; None before the first one
         self._deadline = since + record.duration
-        self._pending: RecordChanges = {}
+        self._pending: dict[str, Any] = {}
         self._lost = ""
         self._renew_lock, self._pending_lock = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
@@ -105,22 +105,19 @@ class Lease:
         *,
         holder: str | None = None,
         overrides: dict[str, str] | None = None,
-        state: tuple[LeaseState, ...] = (),
-        epoch: int | None = None,
+        over: LeaseStatus | None = None,
         authority: RemoteRun | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Lease | None":
-        """Acquire a job that is free or in one of the states `state`; return None if it is not, or on a lost race.
+        """Acquire a job that is free; return None if it is not, or on a lost race.
 
-        With `epoch`, acquire only if the record of that epoch is still the current one. `clock` measures for how long
-        this worker may hold the lease.
+        With `over`, take it from this record in whatever state, unless there is a newer one. `clock` measures for how
+        long this worker may hold the lease.
         """
-        lease_status = get_lease(store, job, authority=authority)
-        if lease_status is not None and not lease_status.free and lease_status.record.state not in state:
+        current = get_lease(store, job, authority=authority)
+        before = current.record if current else None
+        if before != over.record if over else current is not None and not current.free:
             return None
-        if epoch is not None and (lease_status is None or lease_status.record.epoch != epoch):
-            return None
-        before = lease_status.record if lease_status else None
         if before is not None and before.epoch == LAST_EPOCH:
             return None
         since = clock()
@@ -150,23 +147,23 @@ class Lease:
         if self.lost:
             raise LeaseLost(f"{self.job}: {self._lost or 'the lease expired before it could be renewed'}")
 
-    def set_pending(self, **changes: Unpack[RecordChanges]) -> None:
+    def set_pending(self, **changes: Any) -> None:
         """Set fields of the record, to be written with the next renewal."""
         with self._pending_lock:
             if changes.get("images", 0) > self._pending.get("images", 0):
                 self._progressed = self._clock()
             self._pending |= changes
 
-    def renew(self, **changes: Unpack[RecordChanges]) -> None:
+    def renew(self, **changes: Any) -> None:
         """Create the record of the next epoch with all pending changes; raise `LeaseLost` if another worker did."""
         self._advance("held", changes)
 
-    def end(self, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
+    def end(self, state: LeaseState, **changes: Any) -> None:
         """Give up the job, finished or not. Only the holder can create this record."""
         self._advance(state, changes)
         self._wake.set()
 
-    def _advance(self, state: LeaseState, changes: RecordChanges) -> None:
+    def _advance(self, state: LeaseState, changes: dict[str, Any]) -> None:
         with self._renew_lock:
             if self._ended:  # a renewal that waited for the lock while `end` ran must not reopen the lease
                 raise LeaseLost(f"{self.job}: the lease has ended")

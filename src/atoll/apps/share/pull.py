@@ -17,8 +17,7 @@ from atoll.verify.untrusted import Refused
 def pull(remote: RemoteRun, run: Path, shards: bool = False) -> dict[str, str]:
     """Download the finished networks of a run after checking each; return the outcome of each job."""
     signed = remote.snapshot()
-    listed = signed.content.networks if signed else {}
-    networks = {job: network for job, network in listed.items() if not remote.trust.is_withdrawn(network)}
+    networks = remote.trust.usable(signed)
     experts = [layout.expert_job(expert) for expert in range(remote.config.clusters.count)]
     verdicts = {
         job: pull_network(remote, run, job, network=networks[job]) if job in networks else "missing"
@@ -53,7 +52,6 @@ def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) ->
             return "up to date"
         if target.folder.exists():
             raise AtollError(f"{target.folder} differs from the store; move it away, or pull into another folder")
-        remote.trust.check_listed(job, network)
         manifest = read_manifest(remote.store, target.name, network.manifest)
         if check_network(remote, job, manifest, quarantine, measure=False).weights != network.weights:
             raise Refused("its weights are not those that its publisher signed")

@@ -147,13 +147,13 @@ class RemoteRun:
         """Return this user's signature; None without a key. `links` as in `RootChain.statement`."""
         return self.signer.sign(self.trust.statement(role, slot, digest, **links)) if self.signer else None
 
-    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str, listed: bool = False) -> str:
-        """Return the name of the signer, or raise `Refused`; `listed` as in `RootChain.verify`."""
+    def verify(self, signature: Signature | None, role: Role, slot: str, *, digest: str) -> str:
+        """Return the name of the signer, or raise `Refused`."""
         if signature is None:
             raise Refused(f"{slot or role} is not signed")
         if signature.version > self.trust.current.version:
             self.refresh()
-        return self.trust.verify(signature, role, slot, digest=digest, listed=listed)
+        return self.trust.verify(signature, role, slot, digest=digest)
 
     def refresh(self) -> None:
         """Read versions of the root that were published since the run was opened."""
@@ -167,8 +167,8 @@ class RemoteRun:
         self.store.write(signature_key(name, digest), to_json(signature.model_dump()))
         return signature
 
-    def read_signature(self, role: Role, name: str, digest: str, *, listed: bool = False) -> Signature:
-        """Return the valid signature over an artifact, or raise `Refused`; `listed` as in `RootChain.verify`."""
+    def read_signature(self, role: Role, name: str, digest: str) -> Signature:
+        """Return the valid signature over an artifact, or raise `Refused`."""
         key = signature_key(name, digest)
         data = self.store.read(key, _MAX_SIGNATURE)
         if data is None:
@@ -177,7 +177,7 @@ class RemoteRun:
             signature = Signature.model_validate(strict_json(data, key), strict=True)
         except ValidationError as error:
             raise Refused(f"{key} is not a signature: {wrong_fields(error)}") from error
-        self.verify(signature, role, name, digest=digest, listed=listed)
+        self.verify(signature, role, name, digest=digest)
         return signature
 
     # Data and networks
@@ -202,8 +202,7 @@ class RemoteRun:
 
     def networks(self) -> dict[str, Network]:
         """Return the finished networks of the run, by job."""
-        found = self.snapshot()
-        return self.trust.usable(found.content) if found else {}
+        return self.trust.usable(self.snapshot())
 
     def shared_start(self) -> StartSpec | None:
         """Return the shared start with which the experts begin; None if the run has none. Refuse one that is absent."""
@@ -230,10 +229,11 @@ class RemoteRun:
             # Listed before the snapshot is read: a key that is skipped was looked at, and holds no later snapshot.
             taken |= {entry.key for entry in self.store.entries(layout.SNAPSHOTS)}
             found = self.snapshot(check=check)
-            listed = self.trust.usable(found.content) if found else {}
             first = found.content.version + 1 if found and found.content.root == root else 1
             version = next(number for number in count(first) if layout.snapshot(root, number) not in taken)
-            content = Snapshot(run=self.trust.run, root=root, version=version, networks=listed | networks)
+            content = Snapshot(
+                run=self.trust.run, root=root, version=version, networks=self.trust.usable(found) | networks
+            )
             signed = Signed(content, self.signer.sign(content.statement()))
             if self.store.create(layout.snapshot(*content.order), signed.to_json()):
                 check_seen(self.trust, content.order)

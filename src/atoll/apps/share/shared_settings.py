@@ -18,7 +18,7 @@ from atoll.core.config_sections import StudentSection, TrainSection
 from atoll.core.errors import AtollError
 from atoll.core.networks import BASE, CLASS, LOCAL
 from atoll.encoders.hub import public_name
-from atoll.verify.untrusted import MAX_TEXT, Refused, check_bounded
+from atoll.verify.untrusted import LIMITS, Refused, check_bounded
 
 SHARED: Mapping[str, frozenset[str] | None] = {
     "preset": None,
@@ -47,6 +47,7 @@ MAX_BYTES = 1 << 16
 # The limits are orders of magnitude above the largest published run (DDM with 24 B parameters: 10^9 images seen, batch
 # size 2,048, 8 experts), and below values that would exhaust a machine before anybody notices.
 _LIMITS = {
+    **LIMITS,
     **dict.fromkeys(
         ("total_images", "warmup_images", "save_every", "log_every", "validate_every", "sample_every", "sample_rows"),
         10**12,
@@ -56,9 +57,7 @@ _LIMITS = {
     "count": 4096,
     "sample_count": 1024,
 }
-"""Maximum values of numbers, by key."""
-_MAX_NUMBER = 1 << 16
-"""Maximum value of all other numbers."""
+"""Maximum values of numbers, by key, besides those of networks."""
 MAX_FACTOR = 4
 """Images and batch size that a contributor may choose, divided by those of the run. A choice: room for experiments, but
 whoever takes over an expert does not train for years, or with more memory than they have."""
@@ -141,29 +140,15 @@ def _check_section(section: object, content: Any, source: str) -> None:
         base = value.get("base", LOCAL) if section == "networks" and isinstance(value, dict) else LOCAL
         if not (isinstance(base, str) and _NAME.fullmatch(base)):
             raise Refused(f"{source}: {where}.base is {str(base)[:80]!r}; expected a name, not a path")
-        if key == "ema":
-            _check_ema(value, f"{source}: {where}")
-        elif section in ("experts", "networks") or key in ("network", "align"):
-            if isinstance(value, dict) and CLASS in value:
-                raise Refused(f"{source}: {where} names a class outside Atoll, which a shared run cannot have")
-            check_bounded(value, where)
+        if isinstance(value, dict) and CLASS in value:
+            raise Refused(f"{source}: {where} names a class outside Atoll, which a shared run cannot have")
+        if key == "ema" and isinstance(value, dict):
+            if len(value) > _MAX_EMAS:
+                raise Refused(f"{source}: {where} has {len(value)} entries; the limit for a shared run is {_MAX_EMAS}")
+            for half_life in value.values():
+                check_bounded(half_life, "total_images", _LIMITS)
         else:
-            _check_number(value, str(key), f"{source}: {where}")
-
-
-def _check_number(value: Any, key: str, where: str) -> None:
-    limit = _LIMITS.get(key, _MAX_NUMBER)
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > limit:
-        raise Refused(f"{where} is {value}; the limit for a shared run is {limit:,}")
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        raise Refused(f"{where} is a string of {len(value):,} characters; the limit is {MAX_TEXT:,}")
-
-
-def _check_ema(value: Any, where: str) -> None:
-    if isinstance(value, dict) and len(value) > _MAX_EMAS:
-        raise Refused(f"{where} has {len(value)} entries; the limit for a shared run is {_MAX_EMAS}")
-    for half_life in value.values() if isinstance(value, dict) else ():
-        _check_number(half_life, "total_images", where)
+            check_bounded(value, where, _LIMITS)
 
 
 def _included() -> dict[str, bool | set[str]]:

@@ -9,7 +9,6 @@ writers cannot mix their files. It also makes uploads resumable: objects that ex
 written to scratch files, resumes after an interruption, and is moved to its final name after its hash was verified.
 """
 
-import hashlib
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from typing import TypeVar
 from obstore import exceptions
 
 from atoll.apps.share.store import ATTEMPTS, Store, backoff
-from atoll.core.artifacts import Artifact, ArtifactKind, Content, FileEntry, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Content, FileEntry, Manifest, sha256_of
 from atoll.core.errors import AtollError, first_line
 from atoll.core.progress import progress
 from atoll.verify.untrusted import MAX_JSON, Refused, strict_manifest
@@ -134,10 +133,7 @@ def fetch(store: Store, name: str, manifest: Manifest, *, target: Artifact, quie
 
 
 def _matches(file: Path, entry: FileEntry) -> bool:
-    if not file.is_file() or file.stat().st_size != entry.size:
-        return False
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256
+    return file.is_file() and file.stat().st_size == entry.size and sha256_of(file) == entry.sha256
 
 
 def _receive(store: Store, part: ObjectPart, scratch: Path) -> int:

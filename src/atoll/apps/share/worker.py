@@ -13,17 +13,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any
 from zlib import crc32
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from atoll import flow
-from atoll.apps.share.admission import check_network, find_base
-from atoll.apps.share.admit import waits_for_review
+from atoll.apps.share.admission import check_allowed, check_network, find_base
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
-from atoll.apps.share.lease_records import LeaseState, LeaseStatus, RecordChanges, list_leases, new_name
+from atoll.apps.share.lease_records import LeaseState, LeaseStatus, list_leases, new_name
 from atoll.apps.share.leases import DURATION, Lease, LeaseLost
 from atoll.apps.share.measured import check_expert
 from atoll.apps.share.pull import pull_start
@@ -46,7 +44,7 @@ from atoll.train.job import build_task, train_job
 from atoll.train.loop import Requeue
 from atoll.train.spec import TrainSpec, made_from, resolve_job
 from atoll.train.tasks import ExpertTask
-from atoll.verify.trust import Network, Policy
+from atoll.verify.trust import Network
 from atoll.verify.untrusted import Refused, printable
 
 # A choice: short compared with a lease (120 s), long compared with the time to list all leases.
@@ -122,7 +120,7 @@ class Worker:
         leases = list_leases(self.store, layout.EXPERT_LEASES, authority=self.remote).leases
         numbers = range(self.config.clusters.count) if expert is None else [expert]
         left = [job for job in map(layout.expert_job, numbers) if job not in done and self._may_publish(job)]
-        waiting = [job for job in left if job in leases and waits_for_review(leases[job])]
+        waiting = [job for job in left if job in leases and leases[job].waiting]
         others = [job for job in left if job not in waiting and job not in self.failed]
         states = {"failed here": self.failed, "waiting for admission": waiting, "not free": others}
         found = [f"{state}: {', '.join(jobs)}" for state, jobs in states.items() if jobs]
@@ -159,23 +157,14 @@ class Worker:
         """Return whether the root delegates this expert to this worker."""
         return self.remote.trust.current.signer_name(self.remote.key, "publish", layout.final(job)) is not None
 
-    def _acquire_one(self, number: int, lease_status: LeaseStatus | None) -> Lease | None:
+    def _acquire_one(self, number: int, found: LeaseStatus | None) -> Lease | None:
         """Return the lease of one expert if it is free."""
-        job, withdrawn = layout.expert_job(number), False
-        if lease_status is not None:
-            withdrawn = lease_status.record.manifest in self.remote.trust.current.withdrawn
-            if not withdrawn and (waits_for_review(lease_status) or not lease_status.free):
-                return None
+        withdrawn = found is not None and found.record.manifest in self.remote.trust.current.withdrawn
+        if found is not None and not withdrawn and (found.waiting or not found.free):
+            return None
+        job, overrides = layout.expert_job(number), self._overrides_for(number)
         lease = Lease.acquire(
-            self.store,
-            job,
-            self.duration,
-            holder=self.name,
-            overrides=self._overrides_for(number),
-            # With an epoch, only a record that is still the current one is taken over.
-            state=("held", "done", "proposed") if lease_status else (),
-            epoch=lease_status.record.epoch if lease_status else None,
-            authority=self.remote,
+            *(self.store, job, self.duration), holder=self.name, overrides=overrides, over=found, authority=self.remote
         )
         if lease is not None and withdrawn:
             lease.renew(manifest=None, checkpoint=None, images=0, published=0)
@@ -230,7 +219,7 @@ class Worker:
                 raise
         return False
 
-    def _end_lease(self, lease: Lease, state: LeaseState, **changes: Unpack[RecordChanges]) -> None:
+    def _end_lease(self, lease: Lease, state: LeaseState, **changes: Any) -> None:
         """End the lease, if this worker still holds it."""
         try:
             lease.end(state, **changes)
@@ -262,7 +251,7 @@ class Worker:
         config = configuration.load(self.folder, {**LOCAL_OVERRIDES, **self.local, **overrides})
         check_choice(config, self.config)
         spec = resolve_job(self.folder, config, "expert", expert=expert)
-        check_allowed(spec, self.remote.policy)
+        check_allowed(self.remote.policy, spec.network, spec.objective, based=isinstance(spec.network, BaseConfig))
         return spec
 
     def _fetch_checkpoint(self, pointer: str, spec: TrainSpec) -> set[str]:
@@ -337,21 +326,6 @@ def check_overrides(overrides: dict[str, str]) -> None:
             raise AtollError(
                 f"--{key} cannot be set by contributors; possible: experts, networks, {', '.join(CONTRIBUTOR_KEYS)}"
             )
-
-
-def check_allowed(spec: TrainSpec, policy: Policy) -> None:
-    """Raise an error before training if the policy would refuse the result."""
-    allowed = policy.objectives
-    if allowed is not None and spec.objective not in [flow.objective(name).spec for name in allowed]:
-        raise AtollError(f"the policy of the run allows only the objectives {', '.join(allowed)}")
-    kind = spec.network.class_name
-    if kind not in policy.networks and not isinstance(spec.network, BaseConfig):
-        raise AtollError(f"the policy of the run allows only the networks {', '.join(policy.networks)}, not {kind}")
-    count = parameter_count(spec.network)
-    if count > policy.max_parameters:
-        raise AtollError(
-            f"the network has {count:,} parameters; the policy of the run allows {policy.max_parameters:,}"
-        )
 
 
 def check_checkpoint(manifest: Manifest, spec: TrainSpec) -> None:
