@@ -46,7 +46,7 @@ test-cuda-wheel:
 test-comfyui:
 	@PYTHON=$(PYTHON) bash scripts/test_comfyui.sh
 
-# PYTHONS are the interpreters, such as PYTHONS="python3.11 python3.12".
+# PYTHONS are the interpreters, such as PYTHONS="python3.12 python3.11"; the last one also gets the oldest versions.
 compat: $(READY)
 	@$(BIN)/python scripts/compat.py $(PYTHONS)
 

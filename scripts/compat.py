@@ -1,8 +1,8 @@
 """Build wheel and sdist, install them in empty environments, and run `scripts/smoke.py` with old and new versions.
 
-    python scripts/compat.py python3.11 python3.12      # interpreters; the default is the one that runs this script
+    python scripts/compat.py python3.12 python3.11      # interpreters; the default is the one that runs this script
 
-Every interpreter gets an environment with the newest core dependencies that pyproject.toml allows. In that of the first
+Every interpreter gets an environment with the newest core dependencies that pyproject.toml allows. In that of the last
 one, diffusers, transformers and pydantic are then replaced by the oldest allowed version, one after the other.
 """
 
@@ -48,14 +48,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         wheel = build(folder)
-        for number, interpreter in enumerate(sys.argv[1:] or [sys.executable]):
+        interpreters = sys.argv[1:] or [sys.executable]
+        for number, interpreter in enumerate(interpreters, 1):
             python = folder / f"environment-{number}" / "bin" / "python"
             done = run(interpreter, "-m", "venv", python.parent.parent, folder=folder)
+            if done.returncode:
+                sys.exit(f"{interpreter} makes no environment: {done.stderr}")
             packages: list[object] = [wheel]
-            for package in [None, *(sorted(oldest) if number == 0 else ())]:
+            for package in [None, *(sorted(oldest) if number == len(interpreters) else ())]:
                 packages += [package] if package else []
-                if done.returncode == 0:
-                    done = run(python, "-m", "pip", "install", "--quiet", *packages, folder=folder)
+                done = run(python, "-m", "pip", "install", "--quiet", *packages, folder=folder)
                 if done.returncode == 0:
                     done = run(python, ROOT / "scripts" / "smoke.py", folder=folder)
                 frozen = run(python, "-m", "pip", "freeze", folder=folder).stdout
@@ -69,7 +71,6 @@ def main() -> None:
                 if done.returncode:
                     passed = False
                     print(*done.stderr.splitlines()[-15:], sep="\n", file=sys.stderr, flush=True)
-                    done.returncode = 0  # the next row is tried all the same
     for row in [COLUMNS, ["---"] * len(COLUMNS), *rows]:
         print(f"| {' | '.join(row)} |")
     sys.exit(not passed)
