@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import atoll
 from atoll import cli, flow
+from atoll.apps.models.export import export
 from atoll.apps.report import report
 from atoll.apps.report.gallery import choose_examples
 from atoll.core import config
@@ -26,9 +28,10 @@ from atoll.data.dataset import Batch, Shards
 from atoll.data.density import DENSITY_FILE, Density, fit_density
 from atoll.data.prepare import prepare
 from atoll.data.shapes import DataShapes
+from atoll.experts.calibration import GRID
 from atoll.experts.expert import DeviceOptions, condition_of, open_expert
 from atoll.experts.run import expert_of_run
-from atoll.experts.validation import validate
+from atoll.experts.validation import TIME_BINS, validate
 from atoll.nets import Condition, build, concatenate, load_network, save_network
 from atoll.train import build_task, resolve_job, train_job
 from atoll.train.distill import StudentTask
@@ -574,3 +577,20 @@ def test_the_bridge_of_other_predictions_is_exact(prediction: str, trained_exper
     task = build_task(replace(job, objective=objective.spec))
     assert isinstance(task, ExpertTask)
     assert task.calibrated(16).prediction_error == 0
+
+
+def test_experts_vote_on_the_temperature_of_nearest_routing(new_run: Copy, tmp_path: Path) -> None:
+    """An export carries the votes. On an island with its own shards only there is nothing to compare with."""
+    run, alone = new_run(train={"total_images": 16}), new_run("alone", only=[0], train={"total_images": 16})
+    for number in range(3):
+        train_job(resolve_job(run, config.load(run), "expert", expert=number))
+    train_job(resolve_job(alone, config.load(alone), "expert", expert=0))
+    votes = [expert_of_run(run, f"experts/{number:03d}").declaration.calibration for number in range(3)]
+    assert all(vote is not None and np.shape(vote) == (TIME_BINS, len(GRID)) for vote in votes)
+    assert len(set(votes)) == 3
+    assert expert_of_run(alone, "experts/000").declaration.calibration is None
+    found = atoll.load(run).ensemble.temperatures
+    assert found is not None
+    assert bool((found > 0).all())
+    export(run, tmp_path / "exported")
+    assert torch.equal(atoll.load(tmp_path / "exported").ensemble.temperatures, found)

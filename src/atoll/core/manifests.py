@@ -5,9 +5,9 @@ names a wrong one in its error. Other packages turn these values into objects (`
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer
 
 from atoll.core.artifacts import ArtifactKind, Content
 from atoll.core.names import BridgeMode, Prediction, ScheduleName, TimesName, WeightingName
@@ -289,6 +289,13 @@ class NetworkContent(DataSpec):
     """In an export: the digest of the network's manifest in its run."""
 
 
+Curve = Annotated[
+    tuple[Annotated[tuple[FiniteFloat, ...], Field(min_length=21, max_length=21)], ...],
+    Field(min_length=10, max_length=10),
+]
+"""Cross-entropies in nats, in ten bins of t for every temperature of `atoll.experts.calibration.GRID`."""
+
+
 class ExpertContent(NetworkContent):
     """An expert, the shared start, the monolith, the student or the merged network."""
 
@@ -303,6 +310,9 @@ class ExpertContent(NetworkContent):
     """The shared start whose weights an expert or a student began with."""
     steps: Positive | None = None
     """Of a few-step student: the number of its sampling steps, at equidistant times."""
+    calibration: Curve | None = None
+    """Of an expert: the cross-entropy of `nearest` routing on its validation images; null if it was the only one with a
+    density."""
     sources: tuple[str, ...] | None = None
     """Of a merged network: the digests of the experts whose weights it averages."""
 

@@ -42,6 +42,7 @@ from atoll.core.names import GuidanceName, GuidanceWeights
 from atoll.core.sizes import Size, nearest_size
 from atoll.data.density import resized
 from atoll.ensemble.routing import Routing, RoutingState, WeightSource, parse
+from atoll.experts import calibration
 from atoll.experts.batch_conditions import BatchConditions
 from atoll.experts.expert import DeviceOptions, NetworkReference, OpenExpert, OpenRouter, Rescaling
 from atoll.experts.expert_cache import ExpertCache, spread_experts
@@ -114,6 +115,11 @@ class Ensemble:
             devices *= 2
         limit = len(stored) if max_loaded_experts is None else max_loaded_experts
         self.cache = ExpertCache(stored, self.normalization, options, limit, devices)
+        self.temperatures = calibration.temperatures(
+            [one.calibration for one in self.declarations],
+            [reference.density.images if reference.density else 0.0 for reference in references],
+        )
+        """Of `nearest` routing, by bin of t; None if no expert measured them."""
         self.conditioning: frozenset[str] = frozenset().union(*(declaration.conditioning for declaration in declared))
         """What any of the experts, or the routing, is conditioned on: any of text, pooled, label and arguments."""
         if self.conditioning & {"text", "arguments"} and any(
@@ -314,7 +320,8 @@ class Ensemble:
     def _nearest(self, x: Tensor, t: Tensor, condition: Condition, *, rows: Tensor, null: Tensor | None) -> Tensor:
         """Return the posterior of the clusters by their densities, in rows as `_probabilities`.
 
-        Each density is evaluated in the normalization of its expert; `log_volume` makes the columns comparable. `rows`
+        Each density is evaluated in the normalization of its expert; `log_volume` makes the columns comparable. The
+        temperature is that of the experts' calibrations. `rows`
         and `null` (batch,) select from the distinct conditions. Everything is on the CPU.
         """
         by_size = []
@@ -336,18 +343,22 @@ class Ensemble:
             declaration = reference.declaration
             rescaling = Rescaling.between(self.normalization, declaration.statistics, declaration.name)
             own, own_t = (x, t) if rescaling is None else rescaling.state(x, t)
-            density = densities[size].log_density(own, own_t)
+            density = densities[size].log_density(own, own_t) - densities[size].count.double().log()
             columns.append(density if rescaling is None else density + rescaling.log_volume(t, x[0].numel()))
             # Captions and classes do not depend on the size; the density of the default size has them.
             captions.append(densities[declaration.size].log_condition(condition))
-        posterior = torch.stack(columns, 1)
+        evidence = torch.stack(columns, 1)
+        images = torch.stack([densities[size].count for densities in by_size])
+        temperature = None if self.temperatures is None else calibration.temperature_at(self.temperatures, t)[:, None]
         known = [caption for caption in captions if caption is not None]
         # Only if every expert has a density of its captions: otherwise the columns would not be comparable.
         if len(known) == len(captions):
             caption = torch.stack(known, 1)
-            parts = [posterior + caption[own] for own in (rows, null) if own is not None]
-            posterior = torch.cat(parts)
-        return posterior.softmax(-1).to(x.dtype)
+            parts = [evidence + caption[own] for own in (rows, null) if own is not None]
+            evidence = torch.cat(parts)
+            temperature = None if temperature is None else temperature.repeat(len(parts), 1)
+        log_p = calibration.log_posterior(evidence, images, 1.0 if temperature is None else temperature)
+        return log_p.exp().to(x.dtype)
 
     def _mixture(
         self, x: Tensor, t: Tensor, conditions: BatchConditions, *, images: Tensor, rows: Tensor, weights: Tensor

@@ -60,14 +60,17 @@ class Declaration:
     bridge: flow.Bridge
     steps: int | None = None
     """Of a few-step student: the number of its sampling steps."""
+    calibration: tuple[tuple[float, ...], ...] | None = None
+    """Its vote on the temperature of `nearest` routing (`experts/calibration.py`)."""
 
     @classmethod
     def of(cls, content: NetworkContent) -> "Declaration":
         """Build the declaration of a manifest. A router has no objective: it classifies states of the linear path."""
         statistics = Statistics.of(content.statistics)
-        objective, options, steps = flow.Objective(), BridgeSpec(), None
+        objective, options, steps, calibration = flow.Objective(), BridgeSpec(), None, None
         if isinstance(content, ExpertContent):
             objective, options, steps = flow.Objective.of(content.objective), content.bridge, content.steps
+            calibration = content.calibration
         return cls(
             name=content.job,
             clusters=content.clusters,
@@ -79,6 +82,7 @@ class Declaration:
             labels=content.labels,
             bridge=objective.bridge(**options.model_dump(), **statistics.bridge_options),
             steps=steps,
+            calibration=calibration,
         )
 
     @property

@@ -1,6 +1,7 @@
 """The experts and the router of a run."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from atoll.core import config as configuration
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, ArtifactKind, Manifest
+from atoll.core.artifacts import Artifact, ArtifactKind, Manifest, sha256_of
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, ROUTER, ExpertContent, NetworkContent, training_costs
 from atoll.core.networks import BASE, OwnConfig
@@ -149,6 +150,25 @@ def reference_of_artifact(
         opened = partial(load_network, artifact.folder, ema=WEAK_FILE)
         return replace(reference, weak=replace(reference, open=opened, file=artifact.path(WEAK_FILE)))
     return reference
+
+
+def known_densities(run: Path) -> dict[int, Density]:
+    """Return the densities of the clusters that this machine has: beside the shards, or else of finished experts.
+
+    Damaged ones count as absent: a job needs no data of others.
+    """
+    names = {layout.expert_number(job): layout.final(job) for job in layout.jobs(run) if layout.is_expert(job)}
+    clusters = sorted((run / layout.shards(0)).parent.glob("cluster_[0-9]*"))
+    names |= {number: layout.shards(number) for number in (int(path.name.rpartition("_")[2]) for path in clusters)}
+    found = {}
+    for number, name in names.items():
+        artifact = Artifact(run, name)
+        with suppress(AtollError):
+            manifest = artifact.manifest()
+            entry, file = manifest and manifest.files.get(DENSITY_FILE), artifact.path(DENSITY_FILE)
+            if number is not None and entry and file.is_file() and sha256_of(file) == entry.sha256:
+                found[number] = Density.from_tensors(load_file(file))
+    return dict(sorted(found.items()))
 
 
 def network_manifests(run: Path, experts: Sequence[str], *, router: bool) -> dict[str, Manifest]:

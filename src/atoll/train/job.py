@@ -5,8 +5,8 @@
         checkpoints/            for resuming; removed after the result was committed
         final/                  the result: config.json, weights, manifest.json with its declaration
 
-The job of an expert reads the shards of its cluster only, and the shared start if there is one. It writes its folder
-only.
+The job of an expert reads the shards of its cluster only, and the shared start if there is one. At its end it compares
+the density of its cluster with those of other clusters, as far as they are on this machine. It writes its folder only.
 """
 
 import copy

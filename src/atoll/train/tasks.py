@@ -20,11 +20,13 @@ from torch.nn import functional
 from atoll import flow
 from atoll.core.device import ASYNCHRONOUS, full_float32
 from atoll.core.distributed import ALONE, DistContext
-from atoll.core.manifests import BridgeSpec, ComputeSpec, DataSpec, ExpertContent, NetworkContent, RouterContent
+from atoll.core.manifests import BridgeSpec, ComputeSpec, Curve, DataSpec, ExpertContent, NetworkContent, RouterContent
 from atoll.core.progress import say
 from atoll.data.chunks import prefetch
 from atoll.data.dataset import Batch, Shards
-from atoll.experts.expert import Declaration, OpenExpert, condition_of
+from atoll.experts.calibration import measure
+from atoll.experts.expert import CPU, Declaration, OpenExpert, condition_of
+from atoll.experts.run import known_densities
 from atoll.experts.validation import IMAGES, Summary, ValidationSet, validate, velocity_errors
 from atoll.flow import rng
 from atoll.nets import Condition, Router
@@ -280,7 +282,18 @@ class ExpertTask(Task):
             objective=self.objective.spec,
             bridge=BridgeSpec(prediction_error=bridge.prediction_error),
             start=shared_start(self.spec.run) if self.spec.from_start else None,
+            calibration=self.calibration() if self.spec.kind == "expert" else None,
         )
+
+    def calibration(self) -> Curve | None:
+        """Return the expert's vote on the temperature of `nearest` routing, if this machine has other densities."""
+        found = known_densities(self.spec.run)
+        (own,), rows = self.spec.clusters, ValidationSet(self.validation, self.seed)
+        if own not in found or len(found) < 2 or not len(rows):
+            return None
+        kinds = frozenset({"pooled", "label"})
+        parts = ((part.noised.input, part.noised.t, condition_of(part.batch, kinds)) for part in rows.batches(CPU))
+        return measure(list(found.values()), list(found).index(own), parts)
 
     def validated(self, bridge: flow.Bridge, processes: DistContext) -> Summary:
         """Return the validation error of the velocity."""
