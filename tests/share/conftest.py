@@ -19,7 +19,7 @@ from atoll.core.artifacts import Artifact
 from atoll.core.manifests import EXPERT
 from atoll.train import resolve_job, train_job
 from share.ceph import ceph, missing_requirement
-from share.hostile_files import NAME, Offer
+from share.offers import NAME, Offer
 from share.servers import CREDENTIALS, moto, new_bucket
 from share.shared import POLICY, person, publishers, remote, share
 from train.conftest import Copy, copier, merge
@@ -141,6 +141,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, published: Published) 
     store = Store.open(url)
     published.copy(store)
     return store
+
+
+@pytest.fixture
+def published_store(published: Published, tmp_path: Path) -> Store:
+    """A store on files with that run."""
+    store = Store.open(tmp_path / "store")
+    published.copy(store)
+    return store
+
+
+@pytest.fixture
+def run(published: Published, tmp_path: Path) -> Path:
+    """A copy of the folder of its owner."""
+    shutil.copytree(published.run, tmp_path / "owner")
+    return tmp_path / "owner"
 
 
 @pytest.fixture

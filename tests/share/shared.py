@@ -5,6 +5,7 @@ from typing import Any
 
 from atoll.apps.share.lease_records import LeaseStatus
 from atoll.apps.share.lease_records import get_lease as read_lease
+from atoll.apps.share.leases import Lease
 from atoll.apps.share.owners import change_root, push
 from atoll.apps.share.remote_run import Access, RemoteRun
 from atoll.apps.share.store import Store
@@ -71,3 +72,10 @@ def lease_of(store: Store, job: str) -> LeaseStatus:
     found = read_lease(store, job)
     assert found is not None
     return found
+
+
+def acquire(*options: Any, **named: Any) -> Lease:
+    """Acquire a lease, which must be free."""
+    lease = Lease.acquire(*options, **named)
+    assert lease is not None
+    return lease

@@ -1,7 +1,6 @@
 """Symbolic links in a shared folder are never followed."""
 
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from atoll.apps.share.folder_store import Folder
-from atoll.apps.share.lease_records import get_lease, key_of
-from atoll.apps.share.leases import Lease
 from atoll.apps.share.remote_run import Access
 from atoll.apps.share.status import status
 from atoll.apps.share.store import Store
@@ -251,17 +248,3 @@ def test_a_link_instead_of_one_expert_does_not_stop_the_others(
     assert "experts/000 is a symbolic link" in output
     assert "experts/002 is skipped: " in output
     assert not list(tmp_path.glob("final*"))
-
-
-def test_a_lease_that_is_a_link_is_ignored(tmp_path: Path) -> None:
-    store, secret = Store.open(tmp_path / "shared"), tmp_path / "secret"
-    first = Lease.acquire(Store.open(tmp_path / "elsewhere"), "experts/000", 3600, holder="mallory")
-    assert first is not None
-    shutil.copy(tmp_path / "elsewhere" / key_of("experts/000", 0), secret)
-    link = tmp_path / "shared" / key_of("experts/000", 0)
-    link.parent.mkdir(parents=True)
-    link.symlink_to(secret)
-    assert get_lease(store, "experts/000") is None
-    lease = Lease.acquire(store, "experts/000", 3600, holder="ann")
-    assert lease is not None
-    assert lease.record.epoch == 1

@@ -33,19 +33,9 @@ JOB = "experts/002"
 
 
 @pytest.fixture
-def store(published: Published, tmp_path: Path) -> Store:
+def store(published_store: Store) -> Store:
     """A store with expert 0, in which ann may publish all experts and bob only expert 2, and eve admits."""
-    made = Store.open(tmp_path / "store")
-    published.copy(made)
-    return made
-
-
-@pytest.fixture
-def owner(published: Published, tmp_path: Path) -> Path:
-    """The folder of the owner."""
-    run = tmp_path / "owner"
-    shutil.copytree(published.run, run)
-    return run
+    return published_store
 
 
 def publish_version(run: Path, store: Store, **changes: Any) -> None:
@@ -76,12 +66,12 @@ NARROWED: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("name", NARROWED)
 @pytest.mark.parametrize("holder", ["itself", "owner"])
 def test_a_right_ends_with_the_version_that_gave_it(
-    name: str, holder: str, store: Store, owner: Path, reference: Path, tmp_path: Path
+    name: str, holder: str, store: Store, run: Path, reference: Path, tmp_path: Path
 ) -> None:
     """The signer names the earlier version; an owner's lease for the same expert does not help either."""
     before, after, who = NARROWED[name]
     for each in (before, after):
-        publish_version(owner, store, publishers=each)
+        publish_version(run, store, publishers=each)
     current = remote(store, by=who)
     late = replace(current, trust=RootChain(current.trust.roots[:-1]))
     propose(late, late if holder == "itself" else remote(store, by="owner"), reference)
@@ -97,11 +87,11 @@ def test_a_right_ends_with_the_version_that_gave_it(
 
 
 def test_an_admitted_expert_outlives_the_right_of_its_publisher(
-    store: Store, owner: Path, reference: Path, tmp_path: Path
+    store: Store, run: Path, reference: Path, tmp_path: Path
 ) -> None:
     propose(remote(store, by="bob"), remote(store, by="bob"), reference)
     assert admit(remote(store, by="eve"), tmp_path / "a") == {JOB: "admitted"}
-    publish_version(owner, store, publishers={}, admitters={})
+    publish_version(run, store, publishers={}, admitters={})
     assert pull(remote(store, tmp_path / "m"), tmp_path / "m")[JOB] == "fetched"
 
 
@@ -161,17 +151,17 @@ def test_keys_of_snapshots_that_strangers_take_cost_one_read_each(
 
 @pytest.mark.parametrize("unpublished", [False, True], ids=["nothing new", "new expert"])
 def test_withdrawing_the_only_admitter_locks_out_nobody(
-    unpublished: bool, store: Store, owner: Path, reference: Path, tmp_path: Path
+    unpublished: bool, store: Store, run: Path, reference: Path, tmp_path: Path
 ) -> None:
     """Every snapshot of the run is eve's, and the owner may have trained another expert since."""
     store.delete([entry.key for entry in store.entries("snapshot")])
     for folder in ("experts", "snapshot"):
-        shutil.rmtree(owner / folder)
+        shutil.rmtree(run / folder)
     propose(remote(store, by="bob"), remote(store, by="bob"), reference)
     assert admit(remote(store, by="eve"), tmp_path / "a") == {JOB: "admitted"}
     if unpublished:
-        shutil.copytree(reference / "experts/001", owner / "experts/001")
-    publish_version(owner, store, admitters={}, withdrawn_keys=(person("eve").public,))
+        shutil.copytree(reference / "experts/001", run / "experts/001")
+    publish_version(run, store, admitters={}, withdrawn_keys=(person("eve").public,))
     assert sorted(remote(store).networks()) == (["experts/001"] if unpublished else [])
     assert admit(remote(store, by="owner"), tmp_path / "a") == {JOB: "admitted"}
     assert pull(remote(store, tmp_path / "m"), tmp_path / "m")[JOB] == "fetched"

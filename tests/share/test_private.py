@@ -12,6 +12,7 @@ from diffusers import AutoencoderKL
 import atoll
 from atoll import cli
 from atoll.apps.share.store import Store
+from atoll.apps.share.worker import public_reason
 from atoll.core import config as configuration
 from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
@@ -123,6 +124,21 @@ def test_an_export_has_no_path(with_local_models: Path, tmp_path: Path, private:
     assert cli.main(["train", str(run), "--expert", "0"]) == 0
     assert cli.main(["export", str(run), str(tmp_path / "export"), "--model", "expert:0"]) == 0
     assert leaks(Store.open(tmp_path / "export"), private) == []
+
+
+def test_reasons_in_leases_have_no_texts_of_other_libraries() -> None:
+    error = RuntimeError("CUDA out of memory on node-17 (/home/ann/x)")
+    assert public_reason(error) == "RuntimeError; the contributor has the details"
+
+
+@pytest.mark.parametrize(
+    "path", ["/home/ann/run", "~/run", "./run/x", "../x", "C:\\Users\\ann", "\\\\host\\share\\x", "/data/a b"]
+)
+def test_reasons_in_leases_have_no_paths(path: str) -> None:
+    reason = public_reason(AtollError(f"{path}: no space left; delete files of '{path}' (or {path})\n{path}"))
+    assert "no space left" in reason
+    for part in ("ann", "run", "Users", "host", "share", "data"):
+        assert part not in reason
 
 
 @pytest.mark.parametrize("name", ["/models/vae", "./vae", "../vae", "~/vae", "vae", "C:\\vae", "a/b/c"])

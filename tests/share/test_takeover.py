@@ -22,6 +22,7 @@ from train.conftest import Copy
 
 BIAS = "network.final.linear.bias"
 DOCTORED: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "finished": dict,
     "tint": lambda tensors: tensors[BIAS].add_(3),
     "scaled": lambda tensors: tensors["network.final.linear.weight"].mul_(30),
     "null condition": lambda tensors: tensors["network.null_text"].fill_(3e38),
@@ -29,16 +30,16 @@ DOCTORED: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "another shape": lambda tensors: tensors.update({BIAS: torch.zeros(3)}),
     "a tensor is missing": lambda tensors: tensors.pop(BIAS),
 }
-"""What mallory does to the weights of a checkpoint that she publishes."""
+"""What mallory does to the weights of a checkpoint that she publishes; one claims to have seen all images."""
 
 
-def stopped(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, doctor: Callable[..., object] | None) -> None:
+def stopped(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     """Let mallory train to her first checkpoint, change it, publish it, and release the lease."""
     on_checkpoint = CheckpointPublisher.on_checkpoint
 
     def publish(self: CheckpointPublisher, checkpoint: Artifact) -> None:
-        if doctor is not None:
-            rewrite(checkpoint, doctor)
+        if name is not None:
+            rewrite(checkpoint, DOCTORED[name], **({"images": 640} if name == "finished" else {}))
         on_checkpoint(self, checkpoint)
         self.stop.set()
 
@@ -47,9 +48,8 @@ def stopped(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, doctor:
         assert worker(store, folder, "mallory").run(expert=1) == 0
 
 
-def rewrite(checkpoint: Artifact, doctor: Callable[..., object]) -> None:
+def rewrite(checkpoint: Artifact, doctor: Callable[..., object], **claims: int) -> None:
     manifest = checkpoint.manifest()
-    assert manifest is not None
     (name,) = manifest.files
     with safe_open(checkpoint.path(name), "pt") as file:
         tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
@@ -57,7 +57,7 @@ def rewrite(checkpoint: Artifact, doctor: Callable[..., object]) -> None:
     checkpoint.path("manifest.json").unlink()
     save_file(tensors, checkpoint.path(name), metadata)
     checkpoint.begin(CHECKPOINT, manifest.made_from)
-    checkpoint.commit(dict(manifest.content))
+    checkpoint.commit({**manifest.content, **claims})
 
 
 def worker(store: Store, folder: Path, who: str) -> Worker:
@@ -71,7 +71,7 @@ def test_a_doctored_checkpoint_is_not_resumed(
     """Ann begins anew; an honest checkpoint of the same images is resumed."""
     store = Store.open(f"memory://{tmp_path.name}")
     share(new_run(), store, publishers=publishers("ann", "mallory"))
-    stopped(store, tmp_path, monkeypatch, DOCTORED[name] if name else None)
+    stopped(store, tmp_path, monkeypatch, name)
     ann = worker(store, tmp_path, "ann")
     capsys.readouterr()
     opened: list[Any] = []
@@ -89,6 +89,7 @@ def test_a_doctored_checkpoint_is_not_resumed(
         assert "experts/001: resuming from" in output
         assert len(folders) == 1
     else:
-        assert "the published checkpoint and its settings are ignored: " in output
+        reason = "it leaves nothing to train" if name == "finished" else ""
+        assert f"the published checkpoint and its settings are ignored: {reason}" in output
         assert folders == []
     assert opened

@@ -20,9 +20,10 @@ from train.workers import weights
 from waiting import HOUR
 
 JOB = "experts/001"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 -m atoll.cli"
 
 
-@pytest.mark.parametrize(("where", "parallel"), [("file", "ddp"), ("s3", "fsdp2")])
+@pytest.mark.parametrize(("where", "parallel"), [("file", "ddp"), pytest.param("s3", "fsdp2", marks=pytest.mark.slow)])
 def test_an_expert_of_a_shared_run_on_two_processes(
     where: str, parallel: str, request: pytest.FixtureRequest, new_run: Copy, tmp_path: Path
 ) -> None:
@@ -33,18 +34,8 @@ def test_an_expert_of_a_shared_run_on_two_processes(
     run = new_run(train={"lr": 3e-3, "total_images": 1280})
     fingerprint = share(run, store, publishers=publishers("ann"))
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ATOLL_KEY": str(key_file("ann", tmp_path))}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "atoll.cli",
-    ]
     options = ["--expert", "1", "--folder", str(tmp_path / "ann"), "--publish-every", "0", "--train.parallel", parallel]
-    join = [*command, "join", f"{url}#sha256={fingerprint}", *options]
+    join = [sys.executable, *TORCHRUN.split(), "join", f"{url}#sha256={fingerprint}", *options]
     environment = {**os.environ, **access(), **settings}
     done = subprocess.run(join, env=environment, capture_output=True, text=True, timeout=HOUR, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,7 @@ from atoll.core.artifacts import Artifact, sha256_of, to_json
 from atoll.core.errors import AtollError
 from atoll.core.manifests import EXPERT, PIPELINE, ROUTER
 from atoll.experts import network_folder
-from atoll.nets import DiTConfig, build
+from atoll.nets import DiTConfig, build, own
 from atoll.nets.io import tensors_of, weights_digest
 from atoll.train import resolve_job, train_job
 from atoll.verify.local_trust import local_objects, local_trust
@@ -83,7 +83,6 @@ def change(file: Path) -> None:
 def rehash(artifact: Artifact) -> None:
     """Write the manifest again, as somebody would who replaces a network completely."""
     manifest = artifact.manifest()
-    assert manifest is not None
     artifact.path("manifest.json").unlink()
     artifact.begin(ROUTER if "router" in artifact.name else EXPERT, manifest.made_from)
     artifact.commit(dict(manifest.content))
@@ -337,7 +336,6 @@ def recommit_export(folder: Path) -> None:
     """Write the list of hashes of an export again."""
     artifact = Artifact(folder.parent, folder.name)
     manifest = artifact.manifest()
-    assert manifest is not None
     artifact.path("manifest.json").unlink()
     artifact.begin(PIPELINE, manifest.made_from)
     artifact.commit(dict(manifest.content), exclude=["README.md"])
@@ -455,10 +453,9 @@ def test_an_export_of_networks_that_are_not_published_carries_no_snapshot(whole:
 
 
 def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, store = tmp_path / "owner", Store.open(tmp_path / "store")
-    shutil.copytree(published.run, run)
+    store = Store.open(tmp_path / "store")
     (run / "root/store.txt").unlink()
     owner = ("--key", str(key_file("owner", tmp_path)))
 
@@ -507,11 +504,10 @@ def test_an_owner_lists_rotates_and_withdraws_on_the_command_line(
 
 
 def test_an_owner_invites_with_one_command(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: Published, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It adds the key, publishes the version, and prints the line that the contributor needs."""
-    run, store = tmp_path / "owner", Store.open(tmp_path / "store")
-    shutil.copytree(published.run, run)
+    store = Store.open(tmp_path / "store")
     owner = ("--key", str(key_file("owner", tmp_path)))
     assert cli.main(["push", str(run), store.url, *owner]) == 0
     capsys.readouterr()
@@ -527,10 +523,9 @@ def test_an_owner_invites_with_one_command(
     assert f"fingerprint  {published.fingerprint}   (never changes" in capsys.readouterr().out
 
 
-def test_two_owners_change_a_run(published: Published, tmp_path: Path) -> None:
+def test_two_owners_change_a_run(run: Path, tmp_path: Path) -> None:
     """Each signs alone. The second gets the first one's version with pull."""
-    run, other, store = tmp_path / "owner", tmp_path / "dan", Store.open(tmp_path / "store")
-    shutil.copytree(published.run, run)
+    other, store = tmp_path / "dan", Store.open(tmp_path / "store")
     change_root(run, person("owner"), owners={"owner": person("owner").public, "dan": person("dan").public})
     push(run, store, person("owner"))
     pull(remote(store, other), other, shards=True)
@@ -540,3 +535,19 @@ def test_two_owners_change_a_run(published: Published, tmp_path: Path) -> None:
     change_root(run, person("owner"), policy={"max_bytes": 6})
     with pytest.raises(AtollError, match=r"has a version 4 of the root that .* lacks"):
         push(run, store, person("owner"))
+
+
+# The origin on the model card, and no code outside Atoll
+
+
+def test_the_card_names_who_trained_and_signed_each_network(published: Published, tmp_path: Path) -> None:
+    atoll.export(published.run, tmp_path / "out", model="expert:0")
+    section = (tmp_path / "out/README.md").read_text().split("## Contributors")[1].split("##")[0]
+    assert f"| experts/000 | owner | {person('owner').public} |" in section
+
+
+def test_a_shared_run_imports_no_class_whatever_its_settings_say(published: Published) -> None:
+    choice = config.resolve({"networks": {"default": {"class": "own_networks:ConvExpert"}}})
+    with pytest.raises(atoll.AtollError, match="is a shared run, and own_networks:ConvExpert is code outside Atoll"):
+        own.allow(published.run, choice)
+    assert "own_networks:ConvExpert" not in own._allowed

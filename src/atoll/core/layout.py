@@ -14,7 +14,6 @@
     RUN/samples                                     images of `atoll sample`
     RUN/evaluation/{latest.json,…}
     RUN/launch/logs                                 one log for each job of `atoll launch`
-    RUN/quarantine/experts-003.json                 why `atoll pull` refused a network
     RUN/.quarantine/experts/003                     a downloaded network that is being checked
 
 Names are relative to the run and use forward slashes, because they are also keys of an object store.
@@ -130,11 +129,6 @@ def checkpoint(job: str, images: int) -> str:
 def leases(job: str) -> str:
     """Return the name of the folder of a job's lease records."""
     return f"{LEASES}/{job}"
-
-
-def notice(job: str) -> str:
-    """Return the name of the file with the reason why a network was refused."""
-    return f"quarantine/{job.replace('/', '-')}.json"
 
 
 def metrics(job: str) -> str:

@@ -32,7 +32,17 @@ PublicKey = Digest
 """An ed25519 public key in hexadecimal, which `atoll keys` prints."""
 
 
-class Statement(Content):
+class _Links(Content):
+    version: Version
+    """The version of the root under which it was signed."""
+    previous: Digest | None = None
+    """Of a checkpoint or network: the digest of the checkpoint before. These links make training a chain that can be
+    audited."""
+    weights: Digest | None = None
+    """Of a network: the digest of its tensors, which an export in another layout still has."""
+
+
+class Statement(_Links):
     """What a signature is about."""
 
     run: Digest | RunId
@@ -41,14 +51,8 @@ class Statement(Content):
     """In which role the signer signs."""
     slot: str = Field(max_length=200)
     """The signed thing: the name of an artifact, a job for a lease, or empty for the run's root and snapshot."""
-    version: Version
-    """The version of the root under which it was signed."""
     digest: Digest
     """SHA-256 of what is signed."""
-    previous: Digest | None = None
-    """Of a checkpoint or network: the checkpoint before. These links make training a chain that can be audited."""
-    weights: Digest | None = None
-    """Of a network: the digest of its tensors, which an export in another layout still has."""
 
     def to_bytes(self) -> bytes:
         """Return the signed message."""
@@ -56,17 +60,11 @@ class Statement(Content):
         return b"atoll signature 1\n" + to_json(self.model_dump())
 
 
-class Signature(Content):
+class Signature(_Links):
     """A signature as it is stored; slot, role and digest follow from where it is stored."""
 
     key: PublicKey
     """Public key of the signer."""
-    version: Version
-    """The version of the root under which it was signed."""
-    previous: Digest | None = None
-    """Of a checkpoint or network: the digest of the checkpoint before."""
-    weights: Digest | None = None
-    """Of a network: the digest of its tensors."""
     signature: str = Field(pattern=r"^[0-9a-f]{128}$")
     """The 64 bytes of the ed25519 signature, in hexadecimal."""
 

@@ -75,10 +75,6 @@ class Publisher(Content):
     key: PublicKey
     experts: tuple[Annotated[int, Field(ge=0)], ...] | None = None
 
-    def may_publish(self, expert: int | None) -> bool:
-        """Return whether an expert is delegated to this publisher. Router, monolith and student never are."""
-        return expert is not None and (self.experts is None or expert in self.experts)
-
 
 class Root(Content):
     """The root of trust of a shared run."""
@@ -132,11 +128,13 @@ class Root(Content):
             names |= {key: name for name, key in self.admitters.items()}
         if role in ("publish", "checkpoint", "lease"):
             expert = layout.expert_number(slot)
-            if self.publishers == "anyone":
-                names.setdefault(key, f"{key[:8]}…" if expert is not None else "")
-            else:
-                names |= {one.key: name for name, one in self.publishers.items() if one.may_publish(expert)}
-        return names.get(key) or None
+            # Router, monolith and student are never delegated.
+            if self.publishers == "anyone" and expert is not None:
+                names.setdefault(key, f"{key[:8]}…")
+            elif self.publishers != "anyone" and expert is not None:
+                for name, one in self.publishers.items():
+                    names |= {one.key: name} if one.experts is None or expert in one.experts else {}
+        return names.get(key)
 
     def admits(self, key: str) -> bool:
         """Return whether a key may sign snapshots."""

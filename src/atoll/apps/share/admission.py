@@ -27,20 +27,9 @@ from atoll.apps.share.measured import check_measured, float32_options
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, Manifest
+from atoll.core.artifacts import Artifact, Content, Manifest
 from atoll.core.errors import AtollError, first_line
-from atoll.core.manifests import (
-    EXPERT,
-    ROUTER,
-    SHARDS,
-    BridgeSpec,
-    DataSpec,
-    ExpertContent,
-    ObjectiveSpec,
-    RouterContent,
-    ShardsContent,
-    StartSpec,
-)
+from atoll.core.manifests import EXPERT, ROUTER, SHARDS, BridgeSpec, DataSpec, ExpertContent, RouterContent, StartSpec
 from atoll.core.networks import BASE, LOCAL, BaseConfig, DiTConfig, NetworkConfig, RouterConfig
 from atoll.data.dataset import Shards
 from atoll.data.density import DENSITY_FILE
@@ -75,7 +64,7 @@ class Contribution:
     """The shared start with which an expert of this run must begin."""
 
     @cached_property
-    def data(self) -> ShardsContent:
+    def data(self) -> DataSpec:
         """The content of the first shards manifest; the other clusters have the same latents, text and labels."""
         return SHARDS.parse(self.shards[0], layout.shards(self.clusters[0]))
 
@@ -266,7 +255,7 @@ def check_declaration(contribution: Contribution) -> None:
 
 
 def check_allowed(
-    policy: Policy, network: NetworkConfig, objective: ObjectiveSpec | None, *, based: bool, router: bool = False
+    policy: Policy, network: NetworkConfig, objective: Content | None, *, based: bool, router: bool = False
 ) -> None:
     """Refuse an objective or a network beyond the policy. Experts of a `based` run are adapters of its base model."""
     names = policy.objectives

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import link
+from typing import Self
 
 from atoll.apps.share.leases import Lease, LeaseLost
 from atoll.apps.share.remote_run import RemoteRun
@@ -52,21 +53,16 @@ class CheckpointPublisher:
         self._upload: Future[None] | None = None
         self._last = float("-inf")
         self._waiting: Artifact | None = None
-        self._start: tuple[float, int] | None = None
         self._folder, self._read = spec.run / lease.job, float("-inf")
         shutil.rmtree(self.outbox, ignore_errors=True)
         lease.set_pending(total=spec.settings.total_images, rate=0.0)
 
     def on_step(self, images: int) -> bool:
         """Update progress for the next renewal; return whether to stop (lease lost, or stop requested)."""
-        now = time.monotonic()
-        if self._start is None:
-            self._start = (now, images)
-        seconds, done = now - self._start[0], images - self._start[1]
-        self.lease.set_pending(images=images, rate=done / seconds if seconds > 0 else 0.0)
-        if now - self._read > _READ_SECONDS and (current := progress_of(self._folder)):
-            self._read = now
-            self.lease.set_pending(loss=current.loss, lr=current.lr)
+        self.lease.set_pending(images=images)
+        if time.monotonic() - self._read > _READ_SECONDS and (current := progress_of(self._folder)):
+            self._read = time.monotonic()
+            self.lease.set_pending(rate=current.images_per_second, loss=current.loss, lr=current.lr)
         return self.stop.is_set() or self.lease.lost
 
     def on_checkpoint(self, checkpoint: Artifact) -> None:
@@ -76,8 +72,12 @@ class CheckpointPublisher:
         if not busy and time.monotonic() - self._last >= self.every:
             self._send()
 
-    def close(self, send: bool = True) -> None:
-        """Publish the last unpublished checkpoint and wait for all uploads; with `send=False`, cancel them."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Publish the last unpublished checkpoint and wait for all uploads; a second Ctrl-C cancels them."""
+        send = kind is not KeyboardInterrupt
         # A finished job has deleted its checkpoints (`manifest()` is None): nothing is left to publish.
         if send and self._waiting is not None and self._waiting.manifest() is not None:
             self._send()

@@ -107,11 +107,12 @@ class Folder:
         with suppress(FileNotFoundError, NotADirectoryError, Refused), self._open_folder(parts) as start:
             yield [*self._list_folder(start, "/".join(parts))]
 
-    def delete(self, key: str) -> None:
-        """Delete an object."""
-        with self._open_parent(key) as (parent, name):
-            self._lstat(parent, name, key)
-            os.unlink(name, dir_fd=parent)
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; missing ones are ignored."""
+        for key in keys:
+            with suppress(FileNotFoundError), self._open_parent(key) as (parent, name):
+                self._lstat(parent, name, key)
+                os.unlink(name, dir_fd=parent)
 
     @contextmanager
     def opened(self, key: str) -> Iterator[Any]:

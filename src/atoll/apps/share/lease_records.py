@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 from uuid import uuid4
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.store import Entry, Store
@@ -64,7 +64,7 @@ class Record(Content):
     """Number of the record. The highest valid one is the current record of the job."""
     state: LeaseState
     """What the holder does with the job, or how it ended."""
-    holder: str = Field(max_length=200)
+    holder: Annotated[str, AfterValidator(printable)] = Field(max_length=200)
     """Name of the worker, which the contributor chooses or which is random: a host name would be published."""
     nonce: str = Field(pattern=_HEX_32)
     """Random number of this acquisition, by which the holder recognizes its records."""
@@ -90,7 +90,7 @@ class Record(Content):
     """Name and digest of the last published checkpoint, as `NAME@DIGEST`."""
     manifest: str | None = Field(None, pattern=_HEX_64)
     """Digest of the manifest of the trained expert, in states `proposed` and `done`."""
-    why: str = Field("", max_length=MAX_WHY)
+    why: Annotated[str, AfterValidator(printable)] = Field("", max_length=MAX_WHY)
     """Reason of a failure or a refusal."""
     failures: int = Field(0, ge=0, le=_MAX_COUNT)
     """Number of failures so far. After three, nobody takes the job."""
@@ -113,11 +113,6 @@ class Record(Content):
         if not all(value.isprintable() for value in overrides.values()) or len(to_json(overrides)) > _MAX_OVERRIDES:
             raise ValueError(f"expected printable settings of at most {_MAX_OVERRIDES:,} bytes")
         return overrides
-
-    @field_validator("holder", "why")
-    @classmethod
-    def _replace_control_characters(cls, text: str) -> str:
-        return printable(text)
 
 
 @dataclass(frozen=True)

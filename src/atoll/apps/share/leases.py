@@ -185,7 +185,9 @@ class Lease:
             with self._pending_lock:
                 self._pending |= changes
         with suppress(Exception):  # keys that stay are harmless
-            self._prune()
+            keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
+            old = [key_of(self.job, epoch) for epoch in keys if epoch <= self.record.epoch - KEPT_EPOCHS]
+            self.store.delete(sorted(old))
 
     def _create_record(self, record: Record) -> Record | None:
         """Create a record and return it as written; return None if another worker holds the job.
@@ -212,12 +214,6 @@ class Lease:
     def _newest(self) -> Record | None:
         found = get_lease(self.store, self.job, authority=self.authority)
         return found.record if found else None
-
-    def _prune(self) -> None:
-        """Delete old records."""
-        keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
-        old = [key_of(self.job, epoch) for epoch in keys if epoch <= self.record.epoch - KEPT_EPOCHS]
-        self.store.delete(sorted(old))
 
     def _signed(self, record: Record) -> Record:
         if self.authority is None:

@@ -7,7 +7,7 @@ from atoll.apps.share.admission import check_network
 from atoll.apps.share.remote_run import RemoteRun
 from atoll.apps.share.transfer import fetch, read_manifest
 from atoll.core import layout
-from atoll.core.artifacts import Artifact, to_json
+from atoll.core.artifacts import Artifact
 from atoll.core.errors import AtollError
 from atoll.verify.local_trust import save_snapshot
 from atoll.verify.trust import Network
@@ -44,7 +44,6 @@ def pull_start(remote: RemoteRun, run: Path) -> None:
 def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) -> str:
     """Download one network of the snapshot after checking it; return the outcome."""
     target, quarantine = Artifact(run, layout.final(job)), run / layout.QUARANTINE / job
-    notice = Artifact(run, layout.notice(job))
     shutil.rmtree(quarantine, ignore_errors=True)
     try:
         local = target.manifest()
@@ -55,14 +54,10 @@ def pull_network(remote: RemoteRun, run: Path, job: str, *, network: Network) ->
         manifest = read_manifest(remote.store, target.name, network.manifest)
         if check_network(remote, job, manifest, quarantine, measure=False).weights != network.weights:
             raise Refused("its weights are not those that its publisher signed")
-    except Refused as reason:
-        Artifact(run, ".").write(notice.name, to_json({"job": job, "reason": str(reason)}))
-        shutil.rmtree(quarantine, ignore_errors=True)
-        return f"refused: {reason}"
+        target.folder.parent.mkdir(parents=True, exist_ok=True)
+        (quarantine / target.name).rename(target.folder)
+        return "fetched"
     except AtollError as error:
         return f"refused: {error}"
-    target.folder.parent.mkdir(parents=True, exist_ok=True)
-    (quarantine / target.name).rename(target.folder)
-    notice.folder.unlink(missing_ok=True)
-    shutil.rmtree(quarantine, ignore_errors=True)
-    return "fetched"
+    finally:
+        shutil.rmtree(quarantine, ignore_errors=True)

@@ -30,16 +30,7 @@ from atoll.core.layout import CONFIG_FILE
 from atoll.core.manifests import EXPERT, StartSpec
 from atoll.verify.local_trust import check_seen, local_trust, open_chain, save_root
 from atoll.verify.signing import Role, Signature, Signer
-from atoll.verify.trust import (
-    FINGERPRINT_DIGITS,
-    MAX_BYTES,
-    Network,
-    Objects,
-    Policy,
-    RootChain,
-    Signed,
-    Snapshot,
-)
+from atoll.verify.trust import FINGERPRINT_DIGITS, MAX_BYTES, Network, Objects, Policy, RootChain, Signed, Snapshot
 from atoll.verify.untrusted import Refused, strict_json
 
 FRAGMENT = "#sha256="

@@ -75,7 +75,8 @@ def shared_part(config: Config) -> bytes:
             f"train.init_from is {config.train.init_from}, a folder of this machine, and contributors would start from "
             "other weights; share a run without it, or share the finished model with atoll export"
         )
-    values = config.model_dump(mode="json", include=_included())
+    included = {section: True if keys is None else set(keys) for section, keys in SHARED.items()}
+    values = config.model_dump(mode="json", include=included)
     for section, key in NAMES:
         values[section][key] = public_name(values[section][key])
     for network in values["networks"].values():
@@ -149,7 +150,3 @@ def _check_section(section: object, content: Any, source: str) -> None:
                 check_bounded(half_life, "total_images", _LIMITS)
         else:
             check_bounded(value, where, _LIMITS)
-
-
-def _included() -> dict[str, bool | set[str]]:
-    return {section: True if keys is None else set(keys) for section, keys in SHARED.items()}

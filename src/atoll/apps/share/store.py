@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from atoll.core.errors import AtollError, first_line
 from atoll.verify.untrusted import Refused
 
 Result = TypeVar("Result")
+_MISSING = (exceptions.NotFoundError, FileNotFoundError)
 # The waits of `backoff` between six attempts add up to two or three seconds: enough for a dropped connection. Callers
 # handle longer outages themselves: the next renewal or upload tries again.
 ATTEMPTS = 6
@@ -100,16 +101,15 @@ class Store:
     def read(self, key: str, limit: int = 1 << 20) -> bytes | None:
         """Return a small object, or None if it is missing; refuse one of more than `limit` bytes without reading it."""
 
-        def get() -> bytes | None:
-            try:
-                response = self.backend.get(key)
-            except (exceptions.NotFoundError, FileNotFoundError):
-                return None
+        def get() -> bytes:
+            response = self.backend.get(key)
             if response.meta["size"] > limit:
                 raise Refused(f"{self.url}/{key} has {response.meta['size']:,} bytes; the limit is {limit:,}")
             return b"".join(map(bytes, response.stream()))
 
-        return self._retry(get)
+        with suppress(*_MISSING):
+            return self._retry(get)
+        return None
 
     def stream(self, key: str, start: int, end: int, *, chunk: int = 1 << 18) -> Iterator[bytes]:
         """Yield the bytes `start` to `end` of an object as they arrive; the caller resumes a broken connection."""
@@ -121,39 +121,23 @@ class Store:
 
     def entry(self, key: str) -> Entry | None:
         """Return size and modification time of an object, or None if it is missing."""
-
-        def head() -> Entry | None:
-            try:
-                return _to_entry(self.backend.head(key))
-            except (exceptions.NotFoundError, FileNotFoundError):
-                return None
-
-        return self._retry(head)
+        with suppress(*_MISSING):
+            return self._retry(lambda: _to_entry(self.backend.head(key)))
+        return None
 
     def entries(self, prefix: str) -> list[Entry]:
         """List the objects below a prefix, sorted by key."""
-
-        def listed() -> list[Entry]:
-            found: list[Entry] = []
-            for chunk in self.backend.list(prefix):
-                found += map(_to_entry, chunk)
-                if len(found) > MAX_LISTED:
-                    raise Refused(
-                        f"{self.url}/{prefix} has more than {MAX_LISTED:,} objects; its owner removes others'"
-                    )
-            return found
-
-        return sorted(self._retry(listed), key=lambda entry: entry.key)
+        most = MAX_LISTED + 1
+        found = self._retry(lambda: [*islice(map(_to_entry, chain.from_iterable(self.backend.list(prefix))), most)])
+        if len(found) == most:
+            raise Refused(f"{self.url}/{prefix} has more than {MAX_LISTED:,} objects; its owner removes others'")
+        return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; missing ones are ignored."""
-        if self.path is None and keys:
-            with suppress(exceptions.NotFoundError, FileNotFoundError):  # an earlier attempt may have deleted them
+        with suppress(*_MISSING):  # an earlier attempt may have deleted them
+            if keys:
                 self._retry(lambda: self.backend.delete(keys))
-            return
-        for key in keys:
-            with suppress(exceptions.NotFoundError, FileNotFoundError):
-                self._retry(partial(self.backend.delete, key))
 
     # Guarantees and time
 
@@ -189,7 +173,7 @@ class Store:
         for attempt in range(ATTEMPTS):
             try:
                 return request()
-            except FileNotFoundError:
+            except _MISSING:
                 raise
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
                 raise AtollError(f"{self.url} denies access: {_first_line(error)}; check the credentials") from error

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from atoll.apps.share.admission import check_allowed, check_network, find_base
 from atoll.apps.share.checkpoint_publisher import CheckpointPublisher, checkpoint_keys, is_checkpoint_key
-from atoll.apps.share.lease_records import LeaseState, LeaseStatus, list_leases, new_name
+from atoll.apps.share.lease_records import LeaseState, list_leases, new_name
 from atoll.apps.share.leases import DURATION, Lease, LeaseLost
 from atoll.apps.share.measured import check_expert
 from atoll.apps.share.pull import pull_start
@@ -142,8 +142,19 @@ class Worker:
             if number in self._skipped or job in finished or not self._may_publish(job):
                 continue
             unfinished = True
+            found = leases.get(job)
+            withdrawn = found is not None and found.record.manifest in self.remote.trust.current.withdrawn
+            if found is not None and not withdrawn and (found.waiting or not found.free):
+                continue
+            options: dict[str, Any] = {
+                "holder": self.name,
+                "overrides": self._overrides_for(number),
+                "authority": self.remote,
+            }
             try:
-                lease = self._acquire_one(number, leases.get(job))
+                lease = Lease.acquire(self.store, job, self.duration, over=found, **options)
+                if lease is not None and withdrawn:
+                    lease.renew(manifest=None, checkpoint=None, images=0, published=0)
             except Refused as reason:  # hostile objects of one expert must not stop work on the others
                 print(f"{job} is skipped: {reason}", flush=True)
                 self._skipped.add(number)
@@ -156,19 +167,6 @@ class Worker:
     def _may_publish(self, job: str) -> bool:
         """Return whether the root delegates this expert to this worker."""
         return self.remote.trust.current.signer_name(self.remote.key, "publish", layout.final(job)) is not None
-
-    def _acquire_one(self, number: int, found: LeaseStatus | None) -> Lease | None:
-        """Return the lease of one expert if it is free."""
-        withdrawn = found is not None and found.record.manifest in self.remote.trust.current.withdrawn
-        if found is not None and not withdrawn and (found.waiting or not found.free):
-            return None
-        job, overrides = layout.expert_job(number), self._overrides_for(number)
-        lease = Lease.acquire(
-            *(self.store, job, self.duration), holder=self.name, overrides=overrides, over=found, authority=self.remote
-        )
-        if lease is not None and withdrawn:
-            lease.renew(manifest=None, checkpoint=None, images=0, published=0)
-        return lease
 
     def _overrides_for(self, expert: int) -> dict[str, str]:
         """Return the contributor's settings as dotted overrides for this expert."""
@@ -185,19 +183,11 @@ class Worker:
         """Train one expert and publish it; return whether it is finished."""
         try:
             spec, resumed = self._open_job(lease, expert)
-            publisher = CheckpointPublisher(
-                self.remote, lease, spec, every=self.publish_every, stop=self.stop, resumed=resumed
-            )
-            send = True
-            announced = {"folder": str(self.folder), "expert": expert, "overrides": lease.record.overrides}
-            try:
-                self.processes.on_main(lambda: {**announced, "local": self.local})
+            announced = {"folder": str(self.folder), "expert": expert, "overrides": self.local | lease.record.overrides}
+            options: dict[str, Any] = {"every": self.publish_every, "stop": self.stop, "resumed": resumed}
+            with CheckpointPublisher(self.remote, lease, spec, **options) as publisher:
+                self.processes.on_main(lambda: announced)
                 manifest = train_job(spec, publisher)
-            except KeyboardInterrupt:
-                send = False
-                raise
-            finally:
-                publisher.close(send)
             self._publish_expert(lease, spec, manifest, previous=publisher.previous)
             self._skipped.add(expert)
             return True
@@ -302,8 +292,9 @@ def follow(processes: DistContext) -> None:
     with _stop_on_signals(threading.Event()):
         while (job := processes.on_main(listen)) is not None:
             if job:
-                run, overrides = Path(job["folder"]), {**LOCAL_OVERRIDES, **job["local"], **job["overrides"]}
-                spec = resolve_job(run, configuration.load(run, overrides), "expert", expert=job["expert"])
+                run = Path(job["folder"])
+                config = configuration.load(run, LOCAL_OVERRIDES | job["overrides"])
+                spec = resolve_job(run, config, "expert", expert=job["expert"])
                 with suppress(Requeue):
                     train_job(spec)
 
