@@ -14,11 +14,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from atoll import cli
 from atoll.apps.studio.schemas import ImagesRequest
@@ -28,6 +30,7 @@ from atoll.core import config as configuration
 from atoll.core.config import Config
 from atoll.core.errors import AtollError
 from atoll.core.presets import PRESETS
+from models.test_dit_pipeline import write as write_dit
 from shapes import SETTINGS, write_shapes
 from share.servers import CREDENTIALS, moto, new_bucket
 from train.workers import TINY
@@ -203,14 +206,22 @@ def test_options_and_keys_in_the_text_exist(page: Path) -> None:
             assert key in configuration.keys_at([section]), f"{page.name}: {word}"
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    (example,) = [block for block in blocks(README) if block.language == "python"]
+def test_the_examples_of_the_readme_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example, verbs = [block for block in blocks(README) if block.language == "python"]
     x0, noise = torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8)
     values = {"x0": x0, "noise": noise, "network": lambda x, time: 0.1 * x * torch.cos(time).reshape(-1, 1, 1, 1)}
     exec(compile(example.text, str(README), "exec"), values)
     assert values["loss"].ndim == 0
     assert values["images"].shape == noise.shape
     assert values["images"].isfinite().all()
+    # The verbs do nothing where their results exist. tests/test_api.py prepares images of an iterator.
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(trained)
+    text = verbs.text.replace("pairs_of_images_and_captions, ", "").replace("steps=25", "steps=2")
+    assert "captions" not in text
+    exec(compile(text, str(README), "exec"), values)
+    assert [image.size for image in values["images"]] == [(32, 32)]
 
 
 EXAMPLES = {
@@ -220,7 +231,20 @@ EXAMPLES = {
     ),
     "sample-with-little-memory": ({}, "len(images) == 4"),
     "mix-objectives": ({}, "len(images) == 1 and len(both.references) == 6"),
-    "export-to-diffusers": ({"seed=0)": "seed=0, num_inference_steps=2)"}, "image.size == (32, 32)"),
+    "export-to-diffusers": (
+        {"guidance_scale=4.0": "guidance_scale=4.0, num_inference_steps=2"},
+        'image.size == (64, 64) and type(network).__name__ == "DiTTransformer2DModel"',
+    ),
+    "use-atoll-from-python": (
+        {
+            "range(4)": "range(3)",  # the run has three experts, and its own learning rate
+            ', overrides={"train.lr": 1e-4}': "",
+            "steps=25": "steps=2",
+            'atoll.prepare("runs/mine", images())': "given = list(images())",
+        },
+        "len(samples.images) == 2 and set(given[0][1]) == {'caption', 'label', 'license'}"
+        " and ConvExpert(3, 5)(noise, time, Condition(noise.new_ones(2, 4, 5))).shape == noise.shape",
+    ),
     "gpus": (
         {
             'device_map="balanced"': 'device_map="cpu"',
@@ -245,8 +269,10 @@ SLOW_EXAMPLES = ("export-to-diffusers", "gpus")
 
 
 def test_every_python_example_is_executed() -> None:
-    pages = {block.page.stem for page in PAGES for block in blocks(page) if block.language == "python"}
-    assert pages == {"README", *EXAMPLES}
+    """Those of serve.md by a real client: tests/studio/openai_clients.py."""
+    found = [block for page in PAGES for block in blocks(page)]
+    assert {block.page.stem for block in found if block.language == "python"} == {"README", "serve", *EXAMPLES}
+    assert not {block.language for block in found} & {"py", "python3", "pycon"}
 
 
 @pytest.mark.parametrize(
@@ -256,19 +282,29 @@ def test_the_python_example_of_a_guide_runs(
     name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, (small, expected) = ROOT / f"docs/how-to/{name}.md", EXAMPLES[name]
-    (example,) = [block.text for block in blocks(page) if block.language == "python"]
+    example = "\n".join(block.text for block in blocks(page) if block.language == "python")
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     for run in ("runs/mine", "runs/other"):
         Path(run).symlink_to(trained)
-    if '/my-model"' in example:
+    if "/my-model" in example:
         assert cli.main(["export", "runs/mine", "my-model"]) == 0
+    if "/my-dit" in example:
+        write_dit(Path("runs/dit"))
+        for options in (
+            ["runs/mine", "my-pipeline", "--standalone"],
+            ["runs/dit", "my-student", "--model", "monolith"],
+        ):
+            assert cli.main(["export", *options]) == 0
+        assert cli.main(["export", "runs/dit", "my-dit", "--model", "monolith", "--dit-pipeline"]) == 0
     if '"my-images"' in example:
         write_shapes(Path("my-images"))
     for old, new in small.items():
         assert old in example
         example = example.replace(old, new)
-    values: dict[str, object] = {"run": Path("runs/mine"), "math": math}
+    photo = SimpleNamespace(image=Image.new("RGB", (8, 8)), text="a circle", species="circle")
+    values: dict[str, object] = {"run": Path("runs/mine"), "math": math, "my_database": [photo]}
+    values |= {"noise": torch.randn(2, 3, 8, 8), "time": torch.tensor([3.0, 900.0])}
     exec(compile(example, str(page), "exec"), values)
     assert eval(expected, values)
 

@@ -3,9 +3,11 @@
 import base64
 import json
 import os
+import re
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm would download its table of prices
@@ -52,6 +54,13 @@ by_litellm = litellm.image_generation(
     extra_body={"seed": 7, "num_inference_steps": STEPS},
 )  # fmt: skip
 assert [image["b64_json"] for image in by_litellm.data] == expected
+
+# The example of the guide
+page = (Path(__file__).parents[2] / "docs/how-to/serve.md").read_text(encoding="utf-8")
+(example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+values: dict[str, Any] = {"token": TOKEN}
+exec(example.replace("http://127.0.0.1:8400", URL), values)
+assert len(values["images"].data) == 4
 
 # 32 clients at once
 with ThreadPoolExecutor(32) as pool:
