@@ -235,9 +235,8 @@ class Trust:
 
     def run(self) -> None:
         """Print the root, or change and publish it."""
-        from atoll.apps.share.owners import push, pushed_url
+        from atoll.apps.share.owners import change, describe, push, pushed_url, show_root
         from atoll.apps.share.store import Store
-        from atoll.apps.share.trust_changes import change, describe, show_root
 
         if self.action == "show":
             trust = show_root(self.folder)

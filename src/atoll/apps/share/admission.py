@@ -11,6 +11,7 @@
 before they list a network. `atoll pull` leaves the fourth out: it trusts the signed snapshot, and needs no shards.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -273,14 +274,12 @@ def check_allowed(
 
 
 def _check_listing(contribution: Contribution) -> None:
-    files = contribution.manifest.files
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if name not in files:
-            raise Refused(f"{name} is missing")
+    files, needed = contribution.manifest.files, {CONFIG_FILE, WEIGHTS_FILE}
+    if missing := sorted(needed - set(files)):
+        raise Refused(f"{missing[0]} is missing")
+    allowed = needed | ({DENSITY_FILE} if layout.is_expert(contribution.job) else set())
     for name in files:
-        is_ema = name.startswith("ema-") and name.endswith(".safetensors") and "/" not in name
-        is_density = name == DENSITY_FILE and layout.is_expert(contribution.job)
-        if name not in (CONFIG_FILE, WEIGHTS_FILE) and not is_density and not is_ema:
+        if name not in allowed and not re.fullmatch(r"ema-[^/]*\.safetensors", name):
             raise Refused(f"{name} is not a file of an expert; expected {CONFIG_FILE}, {WEIGHTS_FILE} and EMA weights")
     size = sum(entry.size for entry in files.values())
     if size > contribution.policy.max_bytes:

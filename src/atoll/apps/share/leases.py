@@ -20,7 +20,6 @@ Progress. The holder writes for how long it has trained no image. After `MAX_IDL
 lease is renewed: the thread that renews it can outlive a training loop that hangs.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -200,25 +199,24 @@ class Lease:
         the new holder has deleted. So our record must be the current one, before (`_advance`) and afterwards. A record
         that ends the lease may have a successor: another worker may acquire the job immediately.
         """
-        record = self._signed(record)
-        while not self.store.create(key_of(self.job, record.epoch), to_json(json.loads(record.model_dump_json()))):
+        while True:
+            if self.authority is not None:
+                signature = self.authority.sign("lease", self.job, record.digest)
+                record = record.model_copy(update={"signature": signature})
+            if self.store.create(key_of(self.job, record.epoch), to_json(record.model_dump(mode="json"))):
+                break
             newest = self._newest()
             if newest is not None and newest.epoch >= record.epoch and newest.nonce != record.nonce:
                 return None
             keys = list_keys(self.store, layout.leases(self.job)).get(self.job, {})
             epoch = next(epoch for epoch in count(record.epoch + 1) if epoch not in keys)
-            record = self._signed(_validated(**{**record.model_dump(), "epoch": epoch}))
+            record = _validated(**{**record.model_dump(), "epoch": epoch})
         newest = self._newest() if record.state == "held" else record
         return record if newest is not None and newest.nonce == record.nonce else None
 
     def _newest(self) -> Record | None:
         found = get_lease(self.store, self.job, authority=self.authority)
         return found.record if found else None
-
-    def _signed(self, record: Record) -> Record:
-        if self.authority is None:
-            return record
-        return record.model_copy(update={"signature": self.authority.sign("lease", self.job, record.digest)})
 
     def _renew_in_background(self) -> None:
         """Renew three times per duration. Errors of the store are retried until the lease expires."""
