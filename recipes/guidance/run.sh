@@ -15,6 +15,9 @@ for scale in 1.5 2 3; do
     measure --guidance-scale $scale
     measure --guidance-scale $scale --guidance autoguidance
 done
-for scale in 2 3; do measure --guidance-scale $scale --guidance-interval 0.2 0.7; done
+for scale in 2 3; do
+    measure --guidance-scale $scale --guidance-interval 0.2 0.7
+    measure --guidance-scale $scale --guidance-interval 0.2 0.7 --guidance autoguidance
+done
 measure --guidance-scale 3 --rescale 0.7
 .venv/bin/python recipes/guidance/errors.py "$run" --images recipes/guidance/images.png

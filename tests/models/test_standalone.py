@@ -126,7 +126,7 @@ def test_a_standalone_export_is_not_mistaken_for_another(standalone: Path, condi
     assert {path: path.stat().st_mtime_ns for path in standalone.rglob("*")} == before
     with pytest.raises(AtollError, match="standalone"):
         export(conditioned_run, standalone)
-    with pytest.raises(AtollError, match="needs no code"):
+    with pytest.raises(AtollError, match="without code; choose one option"):
         export(conditioned_run, standalone, merge=True, standalone=True)
 
 
