@@ -23,6 +23,7 @@ COLUMNS: dict[str, Callable[[Model], float]] = {
     "experts per step": lambda model: model["expert_use"]["mean_active"],
     "validation velocity error": lambda model: model["validation_error"],
     "training FLOPs": lambda model: model["training"]["flops"],
+    "with teachers": lambda model: model["training"]["flops"] + model["training"]["teachers_flops"],
 }
 
 
@@ -45,7 +46,7 @@ def format_cell(column: str, models: list[Model]) -> str:
     if not values:
         return ""
     mean = statistics.fmean(values)
-    if column == "training FLOPs":
+    if column in ("training FLOPs", "with teachers"):
         return f"{mean:.3g}"
     digits = 1 if column == "FID" or column.startswith("KID") else 3
     seeds = f" ({len(values)})" if len(values) < len(models) else ""

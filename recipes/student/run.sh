@@ -7,6 +7,7 @@
 #     begun      the weights of expert 0
 #     told       random weights, and the cluster of each image
 #     begun-told both
+# ARMS chooses some of them, and EXTRACTORS the feature networks of the evaluation.
 set -euo pipefail
 source recipes/common/lib.sh
 batch=$((TOTAL / 4))
@@ -17,7 +18,8 @@ student+=(--train.warmup_images $((images / 20)) --train.ema.ema $((images / 40)
 
 begun=(--student.init_from expert:0)
 told=(--student.cluster true)
-arms=(ddm begun told begun-told)
+read -ra arms <<< "${ARMS:-ddm begun told begun-told}"
+read -ra extractors <<< "${EXTRACTORS:-inception efficientnet-lite0}"
 for name in "${arms[@]}"; do
     options=()
     [[ $name != *begun* ]] || options+=("${begun[@]}")
@@ -28,6 +30,6 @@ for name in "${arms[@]}"; do
     reuse k8 "$own" 0 1 2 3 4 5 6 7
     link "$(arm k8)/monolith" "$(arm "$own")/monolith"
     train "$own" --jobs student "${student[@]}" "${options[@]}"
-    evaluate "$own" --models student monolith experts --routings top-1 --extractors inception efficientnet-lite0
+    evaluate "$own" --models student monolith experts --routings top-1 --extractors "${extractors[@]}"
 done
 table "${arms[@]/#/student-}"
