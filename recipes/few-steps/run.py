@@ -71,7 +71,8 @@ def measure(options: argparse.Namespace) -> None:
 
 def name_of(row: dict[str, Any]) -> str:
     """Return the model, routing and solver of a row."""
-    parts = [row["model"] if row["routing"] is None else row["routing"]]
+    parts = [row["model"]] if row["model"] == "students" else []
+    parts += [row["model"] if row["routing"] is None else row["routing"]]
     parts += [row["solver"]] if row["solver"] != "euler" else []
     return ", ".join([*parts, *([f"shift {row['shift']:g}"] if row["shift"] != 1 else [])])
 
