@@ -23,7 +23,8 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 STEPS = (1, 2, 4, 8, 25, 50)
 ROUTINGS = ("top-1", "top-2", "drawn", "once", "nearest", "oracle")
 TITLES = {"inception": "KID x 1000", "efficientnet-lite0": "KID x 1000 in EfficientNet features"}
-COLORS = {"monolith": "black"}
+COLORS = {name: f"C{number}" for number, name in enumerate((*ROUTINGS, "students, top-1"))} | {"monolith": "black"}
+"""Lines of the figure: one color for a model in all panels."""
 
 
 def rows_of(model: ModelResult) -> list[dict[str, Any]]:
@@ -114,7 +115,9 @@ def show(figure: Path | None) -> None:
             precision = [f"{mean(found[count], 'precision'):.2f}" if count in found else "" for count in steps]
             print(f"| {name} | {' | '.join(distance + precision)} |")
     if figure is not None:
-        draw({data: models for (data, extractor), models in groups.items() if extractor == "inception"}, figure)
+        # Data whose name has a comma differ in their prompts.
+        panels = {name: models for (name, extractor), models in groups.items() if extractor == "inception"}
+        draw({name: models for name, models in panels.items() if "," not in name}, figure)
 
 
 def mean(cell: Cell, key: str) -> float:
@@ -140,8 +143,8 @@ def draw(data: dict[str, dict[str, dict[int, Cell]]], figure: Path) -> None:
     for axes, (title, models) in zip(panels[0], data.items(), strict=True):
         for name, found in models.items():
             points = sorted((mean(cell, "evaluations"), mean(cell, "kid")) for cell in found.values())
-            if len(points) > 1 and "," not in name:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=COLORS.get(name))
+            if len(points) > 1 and name in COLORS:
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=COLORS[name])
         axes.set(title=title, xscale="log", xlabel="network evaluations per image", ylabel="KID x 1000", ylim=(0, None))
         axes.set_xticks([1, 2, 4, 8, 25, 50], ["1", "2", "4", "8", "25", "50"], minor=False)
         axes.minorticks_off()
