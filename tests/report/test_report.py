@@ -165,6 +165,9 @@ def expected_numbers(result: dict[str, Any]) -> dict[tuple[str, str, str], tuple
         costs = {"parameters": "parameters", "FLOPs": "flops", "time": "seconds", "longest job": "longest_job_seconds"}
         for name, key in {**costs, "memory": "memory_bytes"}.items():
             found["Cost of training", row, name] = (training[key], None)
+        if training.get("teachers_flops"):
+            both = training["flops"] + training["teachers_flops"]
+            found["Cost of training", row, "with teachers"] = (both, None)
         for name, key in (
             ("FLOPs", "flops"),
             ("time", "seconds"),

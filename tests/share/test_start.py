@@ -34,7 +34,7 @@ def test_experts_of_a_shared_run_begin_with_the_start_that_its_owner_published(
     new_run: Copy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can join before. Then a contributor trains the same expert as the owner would, bit for bit."""
-    settings = {"shared_start": {"flops_share": 0.25}, "train": {"total_images": 96}}
+    settings = {"shared_start": {"flops_share": 0.25}, "train": {"total_images": 480}}
     run, store = new_run(**settings), Store.open(tmp_path / "shared")
     url = f"{store.url}#sha256={share(run, store, publishers=publishers('ann'))}"
     monkeypatch.setenv("ATOLL_KEY", str(key_file("ann", tmp_path)))

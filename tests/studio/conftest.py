@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import httpx
@@ -72,13 +71,17 @@ def held_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def hold_engine(released: Callable[[], bool]) -> None:
-    """Let engines do one or two steps of a request and then wait until it is to end or `released` holds."""
-    run_step, steps = Engine.run_step, count()
+    """Let engines do the first step of each request and then wait until one is to end or `released` holds."""
+    run_step = Engine.run_step
+
+    def goes_on(engine: Engine) -> bool:
+        requests = list(engine._open)
+        # A request may have arrived since the last step: the first ones fit into the batch and need their first step.
+        new = any(all(image.step == 0 for image in request.images) for request in requests[: engine.batch_size])
+        return new or not requests or any(request.end_requested for request in requests) or released()
 
     def run_step_later(engine: Engine) -> bool:
-        requests = engine._open
-        if next(steps):
-            wait_for(lambda: not requests or any(request.end_requested for request in requests) or released())
+        wait_for(lambda: goes_on(engine))
         return run_step(engine)
 
     Engine.run_step = run_step_later  # type: ignore[method-assign]

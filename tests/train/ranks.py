@@ -137,7 +137,10 @@ def record_batches(run: Path, rank: int) -> None:
 
     batches = ValidationSet.batches
 
-    def recorded(self, device, processes):
+    def recorded(self, device, processes=None):
+        if processes is None:  # not shared among the processes
+            yield from batches(self, device)
+            return
         with (run / f"rows-{rank}.txt").open("a") as file:
             for part in batches(self, device, processes):
                 file.write(f"{part.first} {len(part.batch.index)}\n")

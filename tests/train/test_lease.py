@@ -34,7 +34,8 @@ def endless_training(run: Path) -> Iterator[BaseProcess]:
     """Train the job in another process, which is killed at the end."""
     process = start(run, "--expert", "0", "--train.total_images", "100000000")
     try:
-        wait_for((run / JOB / "metrics.jsonl").exists, "it trains")
+        metrics = run / JOB / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, "it trains")
         yield process
     finally:
         process.kill()
